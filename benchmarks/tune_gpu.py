@@ -28,7 +28,7 @@ from attention_gpu import AGREEMENT, DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, 
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
-from nsa.kernels.triton.tiles import Tile
+from nsa.kernels.triton.tiles import Ring, Tile
 
 GAIN = 0.02
 GAIN_OF_GLUON = 0.05  # that a second implementation is worth
@@ -43,11 +43,11 @@ IGNORED = {
     "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
-# Kernels that have an implementation in Gluon, the tiles that are tried of it, and the fields that it reads.
+# Kernels that have an implementation in Gluon, and the rings that are tried with it.
 MAY_BE_GLUON = {"compressed", "sliding", "importance", "selected", "compressed_dq", "sliding_dq"}
-GLUON_TILES = [Tile(128, bn, 4, stages, gluon=True) for bn, stages in ((64, 2), (64, 3), (64, 4), (128, 2))]
-OF_GLUON = {"bn", "stages"}
+RINGS = [Ring(bn, stages) for bn, stages in ((64, 2), (64, 3), (64, 4), (128, 2))]
 Call = Callable[[], Any]
+Sizes = Tile | Ring
 
 
 def whole_call(shape: str, S: int, device: str) -> Call:
@@ -97,15 +97,38 @@ def replaced(name: str, by: Any) -> Iterator[None]:
         yield
 
 
-def with_tile(kernel: str, sizes: Tile, call: Call) -> Call:
-    """Return ``call``, in which ``kernel`` has this tile."""
-    shipped = branches.tile
+def choosing(kernel: str, sizes: Sizes, note: Callable[[], Any] = lambda: None) -> dict[str, Callable[..., Any]]:
+    """Return what replaces `tile` and `ring` so that ``kernel`` has these sizes; ``note`` is called where they are asked for.
 
-    def chosen(name: str, *arguments: Any) -> Tile:
-        return sizes if name == kernel else shipped(name, *arguments)
+    ValueError from it where the kernel in Gluon is wanted, and does not serve the shape.
+    """
+    shipped = {"tile": branches.tile, "ring": branches.ring}
+
+    def tile(name: str, *arguments: Any) -> Tile:
+        if name != kernel:
+            return shipped["tile"](name, *arguments)
+        if isinstance(sizes, Ring):
+            raise ValueError(f"{kernel}: no kernel in Gluon serves this shape")
+        note()
+        return sizes
+
+    def ring(name: str, *arguments: Any) -> Ring | None:
+        if name != kernel:
+            return shipped["ring"](name, *arguments)
+        if isinstance(sizes, Tile):
+            return None
+        note()
+        return sizes
+
+    return {"tile": tile, "ring": ring}
+
+
+def with_sizes(kernel: str, sizes: Sizes, call: Call) -> Call:
+    """Return ``call``, in which ``kernel`` has these sizes."""
+    by = choosing(kernel, sizes)
 
     def run() -> Any:
-        with replaced("tile", chosen):
+        with replaced("tile", by["tile"]), replaced("ring", by["ring"]):
             return call()
 
     return run
@@ -116,19 +139,17 @@ def is_tuned(kernel: Any) -> bool:
     return not kernel.__name__.startswith(("count", "scan", "place", "cut", "select_", "unite", "choose", "picks"))
 
 
-def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
-    """Return the results of ``call`` with this tile, and the launch of ``kernel`` that it made, to be timed by itself.
+def alone(kernel: str, sizes: Sizes, call: Call) -> tuple[Any, Call]:
+    """Return the results of ``call`` with these sizes, and the launch of ``kernel`` that it made, to be timed by itself.
 
     Of several launches, one per range of queries, it is the second: a launch keeps the parts of its range in memory.
     """
     launched: list[Call] = []
-    shipped, start = branches.tile, branches.launch
-    is_next = False
+    start, is_next = branches.launch, False
 
-    def chosen(name: str, *arguments: Any) -> Tile:
+    def note() -> None:
         nonlocal is_next
-        is_next = name == kernel
-        return sizes if is_next else shipped(name, *arguments)
+        is_next = True
 
     def noted(*arguments: Any, **settings: Any) -> None:
         nonlocal is_next
@@ -138,7 +159,8 @@ def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
             is_next = False
         start(*arguments, **settings)
 
-    with replaced("tile", chosen), replaced("launch", noted):
+    by = choosing(kernel, sizes, note)
+    with replaced("tile", by["tile"]), replaced("ring", by["ring"]), replaced("launch", noted):
         found = call()
     del launched[:-1]
     return found, launched[0]
@@ -149,13 +171,15 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found.float() - wanted.float()).norm() <= TOLERANCE * wanted.float().norm())
 
 
-def neighbours(kernel: str, now: Tile) -> list[Tile]:
+def neighbours(kernel: str, now: Sizes) -> list[Sizes]:
     """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other; and the
-    tiles of its kernel in Gluon.
+    rings of its kernel in Gluon.
     """
-    found = GLUON_TILES[:] if kernel in MAY_BE_GLUON and not now.gluon else []
+    found: list[Sizes] = [*RINGS] if kernel in MAY_BE_GLUON else []
+    if isinstance(now, Ring):
+        return found
     for field, choices in CHOICES.items():
-        if field in IGNORED.get(kernel, ()) or (now.gluon and field not in OF_GLUON):
+        if field in IGNORED.get(kernel, ()):
             continue
         at = choices.index(getattr(now, field)) if getattr(now, field) in choices else 0
         steps = range(len(choices)) if field == "registers" else range(max(0, at - 1), min(len(choices), at + 2))
@@ -163,25 +187,26 @@ def neighbours(kernel: str, now: Tile) -> list[Tile]:
     return found
 
 
-def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
+def compile_one(job: tuple[str, int, str, Sizes, str]) -> None:
     """Fill Triton's cache with what a kernel with this tile compiles to; runs in a process of its own."""
     shape, S, kernel, sizes, on = job
 
     try:
         with compiling(on, is_tuned):
-            with_tile(kernel, sizes, call_for(kernel)(shape, S, "meta"))()
+            with_sizes(kernel, sizes, call_for(kernel)(shape, S, "meta"))()
     except Exception as refused:  # timing meets it again, and passes it over
         print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)
 
 
 def tune(
-    kernel: str, shape: str, S: int, call: Call, start: Tile, rounds: int, deadline: float, pool: Any
-) -> tuple[Tile, dict[str, float]]:
-    """Return the fastest tile that a walk from ``start`` meets, and the milliseconds of all that were tried."""
+    kernel: str, shape: str, S: int, call: Call, start: Sizes, rounds: int, deadline: float, pool: Any
+) -> tuple[Sizes, dict[str, float]]:
+    """Return the fastest sizes that a walk from ``start`` meets, and the milliseconds of all that were tried."""
     on = tiles.capability(torch.device(DEVICE))
     found, launches = alone(kernel, start, call)
     wanted = [x.clone() for x in found]  # some kernels add to their results, each time that they are timed
-    best, tried = start, {start: timed({"": launches}, rounds)[""]}
+    best: Sizes = start
+    tried: dict[Sizes, float] = {start: timed({"": launches}, rounds)[""]}
     while time.monotonic() < deadline:
         candidates = [sizes for sizes in neighbours(kernel, best) if sizes not in tried]
         if pool is not None:
@@ -199,7 +224,7 @@ def tune(
             if all(is_near(a, b) for a, b in zip(found, wanted, strict=True)):
                 tried[sizes] = timed({"": launches}, rounds)[""]
         fastest = min(tried, key=lambda sizes: tried[sizes])
-        gain = GAIN_OF_GLUON if fastest.gluon and not best.gluon else GAIN
+        gain = GAIN_OF_GLUON if isinstance(fastest, Ring) and isinstance(best, Tile) else GAIN
         if tried[fastest] > tried[best] * (1 - gain):
             break
         best = fastest
@@ -222,7 +247,7 @@ def main() -> None:
     arguments = parser.parse_args()
     gpu = tiles.capability(torch.device(DEVICE)) or "interpreter"
     table = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
-    known = table.setdefault(gpu, {})
+    known, rings = table.setdefault(gpu, {}), table.setdefault(f"{gpu} gluon", {})
     end = time.monotonic() + 60 * arguments.minutes
     todo = [(shape, kernel) for kernel in arguments.kernels for shape in arguments.shapes]
     context = multiprocessing.get_context("spawn")
@@ -231,12 +256,13 @@ def main() -> None:
         _, _, d_k, d_v = SHAPES[shape]
         call = call_for(kernel)(shape, arguments.length, DEVICE)
         like = torch.empty(1, 1, d_k, device=DEVICE, dtype=DTYPE)
-        start = tiles.tile(kernel, like, d_v, arguments.length)
+        start = tiles.ring(kernel, like, d_v, arguments.length) or tiles.tile(kernel, like, d_v, arguments.length)
         deadline = min(end, time.monotonic() + max(0.0, end - time.monotonic()) / left * 2)
         best, tried = tune(kernel, shape, arguments.length, call, start, arguments.rounds, deadline, pool)
         name = tiles.name_of(kernel, d_k, d_v, 2) + (" short" if arguments.length < tiles.LONG else "")
         print(json.dumps({"gpu": gpu, "kernel": name, "best": best, "ms": tried}), flush=True)
-        known[name] = list(best)
+        rings.pop(name, None)
+        (rings if isinstance(best, Ring) else known)[name] = list(best)
         if arguments.json:
             arguments.json.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     if pool is not None:

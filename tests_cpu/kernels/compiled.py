@@ -22,16 +22,6 @@ TYPES = {
 }  # fmt: skip
 
 
-GLUON = (
-    "compressed",
-    "sliding",
-    "importance",
-    "selected",
-    "compressed_dq",
-    "sliding_dq",
-)  # names of tiles that Gluon's kernels may have
-
-
 @dataclass(frozen=True)
 class Launch:
     """A recorded launch: the kernel, its arguments by name, and its settings."""
@@ -132,13 +122,12 @@ def record_launches(
 def record_gluon(problem: Problem) -> list[Launch]:
     """Return the launches of a forward that Gluon's kernels serve."""
     from nsa.kernels.triton import block_schedule, branches, selection_schedule
-    from nsa.kernels.triton.tiles import Tile
+    from nsa.kernels.triton.tiles import Ring
 
-    in_gluon = Tile(128, *((64, 4, 3) if problem.d_k + problem.d_v <= 320 else (32, 4, 2)), gluon=True)
-    shipped = branches.tile
+    ring = Ring(64, 3) if problem.d_k + problem.d_v <= 320 else Ring(32, 2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in (branches, block_schedule, selection_schedule):
-            monkeypatch.setattr(module, "tile", lambda name, *a: in_gluon if name in GLUON else shipped(name, *a))
+            monkeypatch.setattr(module, "ring", lambda *_: ring)
         launched = [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some]
     return list({launch.name: launch for launch in launched if launch.is_gluon}.values())
 

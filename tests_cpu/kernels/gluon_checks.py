@@ -10,7 +10,7 @@ import torch
 
 from nsa.kernels import blocks, reference
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences
-from nsa.kernels.triton.tiles import Tile
+from nsa.kernels.triton.tiles import Ring
 
 
 def attended(
@@ -48,7 +48,7 @@ def assert_attends(
     q, k, v = torch.randn(tokens, H, d_k).half(), torch.randn(keys, G, d_k).half(), torch.randn(keys, G, d_v).half()
     out, lse = torch.full((tokens, H, d_v), math.nan).half(), torch.full((tokens, H), math.nan)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(branches, "tile", lambda *_: Tile(128, bn, 4, stages, gluon=True))
+        monkeypatch.setattr(branches, "ring", lambda *_: Ring(bn, stages))
         monkeypatch.setattr(branches.strided, "strided_forward", None)  # what serves is Gluon's
         branches.strided_forward(q, k, v, rows, places, 0.2, out, lse)
     for mine, seen in zip(of_tokens, of_keys, strict=True):
@@ -88,7 +88,7 @@ def assert_gives_dq(
         delta[mine] = (out * grad[mine]).sum(-1).detach()
     dq = before.clone() if add else torch.full_like(before, math.nan)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(branches, "tile", lambda *_: Tile(128, bn, 4, stages, gluon=True))
+        monkeypatch.setattr(branches, "ring", lambda *_: Ring(bn, stages))
         monkeypatch.setattr(branches.strided_backward, "strided_dq", None)  # what serves is Gluon's
         branches.strided_dq(grad, q, k, v, branches.Rows(lse, delta), dq, rows, places, scale, add=add)
     # Of a query: ds is rounded to 11 bits, sums are of at most as many terms as keys, and the result is rounded.
@@ -118,7 +118,7 @@ def assert_finds_blocks(
     selection = selection_schedule.Selection(l_sel, 4, blocks.num_selection(max(lengths), l_sel))
     found = torch.zeros(ends[-1], G, selection.n_blocks)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(block_schedule, "tile", lambda *_: Tile(128, 64, 4, stages, gluon=True))
+        monkeypatch.setattr(block_schedule, "ring", lambda *_: Ring(64, stages))
         monkeypatch.setattr(block_schedule.importance, "block_importance", None)  # what serves is Gluon's
         for at in rows.ranges:
             part = found[at.first : at.end]
@@ -150,9 +150,21 @@ def listed(
 
 
 def assert_attends_to_picks(
-    lengths: list[int], H: int, G: int, d_k: int, d_v: int, l_sel: int, stages: int, *, ranges: bool = False
+    lengths: list[int],
+    H: int,
+    G: int,
+    d_k: int,
+    d_v: int,
+    l_sel: int,
+    stages: int,
+    *,
+    ranges: bool = False,
+    nan: bool = False,
 ) -> None:
-    """Merge the parts of a batch's queries, or of a pack's where lengths differ, and compare output and log-sum-exp."""
+    """Merge the parts of a batch's queries, or of a pack's where lengths differ, and compare output and log-sum-exp.
+
+    With ``nan``, the values of the last sequence are NaN, and only those before it are compared.
+    """
     ends, n_sel, scale = [sum(lengths[:i]) for i in range(len(lengths) + 1)], 4, 0.2
     parts = 1 << 40 if ranges else 1
     if len(set(lengths)) > 1:
@@ -160,6 +172,8 @@ def assert_attends_to_picks(
     else:
         rows = sequences.batch(len(lengths), lengths[0], 32, 16, l_sel, parts, torch.device("cpu"))
     q, k, v = (torch.randn(ends[-1], *size).half() for size in ((H, d_k), (G, d_k), (G, d_v)))
+    if nan:
+        v[ends[-2] :] = math.nan
     selection = selection_schedule.Selection.of(max(lengths), l_sel, n_sel, q, d_v)
     picks = torch.full((ends[-1], G, selection.n_sel), -1)
     chosen = []
@@ -172,7 +186,7 @@ def assert_attends_to_picks(
     for at in rows.ranges:
         entries, items = listed(picks, rows, at, l_sel, selection.n_blocks, 64)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(64, 64, 4, stages, gluon=True))
+            monkeypatch.setattr(selection_schedule, "ring", lambda *_: Ring(64, stages))
             monkeypatch.setattr(
                 selection_schedule.selection_forward, "selected_forward", None
             )  # what serves is Gluon's
@@ -185,13 +199,14 @@ def assert_attends_to_picks(
         out, lse = out.view(*shape, d_v).double(), lse.view(shape).double() * math.log(2)
         sums = lse.logsumexp(2)
         weight = (lse - sums[:, :, None]).exp()[..., None]
-        merged = torch.where(weight > 0, out * weight, 0.0).sum(2).flatten(1, 2)
+        # What has not been written has a weight of 0, and is infinite.
+        merged = torch.where(out == -math.inf, 0.0, out * weight).sum(2).flatten(1, 2)
         for i in range(len(lengths)):
             mine = slice(max(at.first, ends[i]), min(at.end, ends[i + 1]))
-            if mine.start >= mine.stop:
+            if mine.start >= mine.stop or (nan and i == len(lengths) - 1):
                 continue
             exact = (x[None, ends[i] : ends[i + 1]].double() for x in (q, k, v))
             wanted = reference.selected(*exact, chosen[i], l_sel=l_sel, n_sel=n_sel, scale=scale)[0]
             of_range, of_sequence = (slice(mine.start - x, mine.stop - x) for x in (at.first, ends[i]))
-            tolerance = 2**-10 * float(v.abs().max())
+            tolerance = 2**-10 * float(v[: ends[-1 - nan]].abs().max())
             torch.testing.assert_close(merged[of_range], wanted[of_sequence], rtol=2**-9, atol=tolerance)

@@ -25,7 +25,7 @@ from nsa.kernels.triton import (
     strided_dq_overlapped,
     strided_overlapped,
 )
-from nsa.kernels.triton.tiles import Tile
+from nsa.kernels.triton.tiles import Ring
 from tests_cpu.kernels import gluon_simulated as simulated
 from tests_cpu.kernels.gluon_checks import (
     assert_attends,
@@ -141,6 +141,11 @@ def test_the_selected_branch(
     assert_attends_to_picks(lengths, H, G, d_k, d_v, l_sel, stages, ranges=ranges)
 
 
+@pytest.mark.parametrize("lengths", [[150, 150], [100, 30, 80]], ids=str)
+def test_a_nan_in_the_next_sequence_changes_nothing(seeds: list[int], lengths: list[int]) -> None:
+    assert_attends_to_picks(lengths, 16, 1, 64, 64, 64, 2, nan=True)
+
+
 def test_groups_that_unions_serve_have_no_parts(seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(64, 32, 64).half(), torch.randn(64, 2, 64).half(), torch.randn(64, 2, 64).half()
     rows = sequences.batch(1, 64, 32, 16, 64, 1, torch.device("cpu"))
@@ -148,7 +153,7 @@ def test_groups_that_unions_serve_have_no_parts(seeds: list[int], monkeypatch: p
     entries, items = listed(torch.zeros(64, 2, 1), rows, rows.ranges[0], 64, 1, 16)
     none = torch.empty(0)
     unions = selection_schedule.Unions(2, 1, none, none, torch.tensor([1, 0], dtype=torch.int32))
-    monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(64, 64, 4, 2, gluon=True))
+    monkeypatch.setattr(selection_schedule, "ring", lambda *_: Ring(64, 2))
     monkeypatch.setattr(
         q, "new_empty", lambda *size, dtype=q.dtype: torch.full(size, math.nan, dtype=dtype), raising=False
     )
@@ -159,15 +164,14 @@ def test_groups_that_unions_serve_have_no_parts(seeds: list[int], monkeypatch: p
         assert not found[:, 1].isnan().any()
 
 
-def test_the_plain_kernel_serves_what_the_overlapped_one_does_not() -> None:
-    tile, (q, k, v) = Tile(128, 64, 4, 3, gluon=True), (torch.zeros(64, n, 32).half() for n in (4, 2, 2))
-    assert branches.can_use_gluon(tile, 2, q, k, v)
-    assert not branches.can_use_gluon(tile._replace(gluon=False), 2, q, k, v)
-    assert not branches.can_use_gluon(tile, 2, q, k[:0], v[:0])  # nothing to describe
-    assert not branches.can_use_gluon(tile, 256, q, k, v)  # more heads than rows
-    assert not branches.can_use_gluon(tile, 2, q.float(), k.float(), v.float())
-    assert not branches.can_use_gluon(tile, 2, q[..., :20], k[..., :20], v)  # 20 columns would be padded
-    assert not branches.can_use_gluon(tile, 2, q, k, torch.zeros(64, 2, 48).half())  # values in two parts
+def test_the_plain_kernel_serves_what_one_in_gluon_does_not() -> None:
+    q, k, v = (torch.zeros(64, n, 32).half() for n in (4, 2, 2))
+    assert branches.can_use_gluon(2, q, k, v)
+    assert not branches.can_use_gluon(2, q, k[:0], v[:0])  # nothing to describe
+    assert not branches.can_use_gluon(256, q, k, v)  # more heads than rows
+    assert not branches.can_use_gluon(2, q.float(), k.float(), v.float())
+    assert not branches.can_use_gluon(2, q[..., :20], k[..., :20], v)  # 20 columns would be padded
+    assert not branches.can_use_gluon(2, q, k, torch.zeros(64, 2, 48).half())  # values in two parts
 
 
 def without(module: ModuleType, line: int, folder: Path) -> ModuleType:
@@ -195,7 +199,7 @@ def test_a_stage_that_two_consumers_share_is_a_fault(
     (line,) = (i for i, text in enumerate(lines) if "static_assert(STAGES" in text)
     for user in (block_schedule, selection_schedule):
         monkeypatch.setattr(user, module.__name__.rpartition(".")[-1], without(module, line, tmp_path), raising=False)
-        monkeypatch.setattr(user, "even_stages", lambda tile: 3)
+        monkeypatch.setattr(user, "even_stages", lambda ring: 3)
     works = finds_blocks if module is importance_overlapped else attends_to_picks
 
     def run_in_many_orders() -> None:

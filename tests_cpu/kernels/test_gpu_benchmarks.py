@@ -74,7 +74,7 @@ def test_tile_sizes_are_tried_and_merged(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(table.read_text())
     assert found["sm_80"] == {"sliding 64/64 2": [128, 64, 4, 2]}
-    assert [len(sizes) for sizes in found["interpreter"].values()] == [8]
+    assert [len(sizes) for sizes in found["interpreter"].values()] == [7]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["kernel"] == "importance 16/16 2 short"
     assert len(said["ms"]) > 3

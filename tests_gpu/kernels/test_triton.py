@@ -11,7 +11,7 @@ import torch
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
 from nsa.kernels.triton import block_schedule, branches, decoding, selection_schedule, sequences, single
-from nsa.kernels.triton.tiles import Tile
+from nsa.kernels.triton.tiles import Ring
 
 pytestmark = pytest.mark.gpu
 
@@ -150,13 +150,6 @@ def in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels in Gluon serve where they can, as the window always can."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels in Gluon are for Hopper")
-    shipped = branches.tile
-
-    def chosen(name: str, *arguments: object) -> Tile:
-        if name in ("compressed", "sliding", "importance", "selected", "compressed_dq", "sliding_dq"):
-            return Tile(128, 64, 4, 3, gluon=True)
-        return shipped(name, *arguments)  # type: ignore[arg-type]
-
     shipped_launch, names = branches.launch, set()
 
     def noted(kernel: Any, *arguments: Any, **settings: Any) -> None:
@@ -164,7 +157,7 @@ def in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         shipped_launch(kernel, *arguments, **settings)
 
     for module in (branches, block_schedule, selection_schedule):
-        monkeypatch.setattr(module, "tile", chosen)
+        monkeypatch.setattr(module, "ring", lambda *_: Ring(64, 3))
         monkeypatch.setattr(module, "launch", noted)
     yield
     assert "strided_overlapped" in names

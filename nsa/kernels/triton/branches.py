@@ -29,7 +29,7 @@ from nsa.kernels.triton.launch import (
     rows_for,
 )
 from nsa.kernels.triton.sequences import Sequences
-from nsa.kernels.triton.tiles import tile, widths
+from nsa.kernels.triton.tiles import ring, tile, widths
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -93,16 +93,18 @@ def strided_forward(
 ) -> None:  # fmt: skip
     """Write output and log-sum-exp of the window or the compressed branch."""
     H, G, h = q.shape[1], k.shape[1], q.shape[1] // k.shape[1]
-    t = tile(places.name, q, v.shape[-1], sequences.longest)
-    if can_use_gluon(t, h, q, k, v):
+    in_gluon = ring(places.name, q, v.shape[-1], sequences.longest)
+    if in_gluon is not None and can_use_gluon(h, q, k, v):
         part = widths(q.shape[-1])
         launch(
             strided_overlapped.strided_overlapped, (triton.cdiv(sequences.longest, ROWS_OVERLAPPED // h) * sequences.count * G,), q,
-            q, *gluon_descriptors(k, t.bn), gluon_descriptors(v, t.bn)[0], out, lse, *sequence_arguments(sequences, q, k),
-            places.window, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=h, D0=part.d0, D1=part.d1,
-            DV=v.shape[-1], BN=t.bn, STAGES=t.stages, WINDOWED=places.is_window, PACKED=sequences.is_packed, num_warps=4,
+            q, *gluon_descriptors(k, in_gluon.bn), gluon_descriptors(v, in_gluon.bn)[0], out, lse,
+            *sequence_arguments(sequences, q, k), places.window, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=h,
+            D0=part.d0, D1=part.d1, DV=v.shape[-1], BN=in_gluon.bn, STAGES=in_gluon.stages, WINDOWED=places.is_window,
+            PACKED=sequences.is_packed, num_warps=4,
         )  # fmt: skip
         return
+    t = tile(places.name, q, v.shape[-1], sequences.longest)
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
         strided.strided_forward, (triton.cdiv(sequences.longest, bm // h) * sequences.count * G,), q, q, k, v,
@@ -119,17 +121,19 @@ def strided_dq(
 ) -> None:  # fmt: skip
     """Write the gradient of q, or, if ``add``, add it to what ``dq`` holds."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
-    t = tile(f"{places.name}_dq", q, v.shape[-1], sequences.longest)
-    if can_use_gluon(t, h, q, k, v):
+    in_gluon = ring(f"{places.name}_dq", q, v.shape[-1], sequences.longest)
+    if in_gluon is not None and can_use_gluon(h, q, k, v):
         part = widths(q.shape[-1])
         launch(
             strided_dq_overlapped.strided_dq_overlapped,
             (triton.cdiv(sequences.longest, ROWS_OVERLAPPED // h) * sequences.count * G,), q,
-            q, *gluon_descriptors(k, t.bn), gluon_descriptors(v, t.bn)[0], grad, *rows, dq, *sequence_arguments(sequences, q, k),
-            places.window, scale * LOG2E, scale, STRIDE=places.stride, OFFSET=places.offset, h=h, D0=part.d0, D1=part.d1,
-            DV=v.shape[-1], BN=t.bn, STAGES=t.stages, WINDOWED=places.is_window, ADD=add, PACKED=sequences.is_packed, num_warps=4,
+            q, *gluon_descriptors(k, in_gluon.bn), gluon_descriptors(v, in_gluon.bn)[0], grad, *rows, dq,
+            *sequence_arguments(sequences, q, k), places.window, scale * LOG2E, scale, STRIDE=places.stride, OFFSET=places.offset,
+            h=h, D0=part.d0, D1=part.d1, DV=v.shape[-1], BN=in_gluon.bn, STAGES=in_gluon.stages, WINDOWED=places.is_window,
+            ADD=add, PACKED=sequences.is_packed, num_warps=4,
         )  # fmt: skip
         return
+    t = tile(f"{places.name}_dq", q, v.shape[-1], sequences.longest)
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
         strided_backward.strided_dq, (triton.cdiv(sequences.longest, bm // h) * sequences.count * G,), q, q, k, v,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from nsa.kernels.triton.tiles import Tile, widths
+from nsa.kernels.triton.tiles import Ring, Tile, widths
 
 LOG2E = 1.4426950408889634
 ROWS_OVERLAPPED = 128  # of a program of `strided_overlapped` and `importance_overlapped`
@@ -55,23 +55,27 @@ def rows_for(tile: Tile, h: int) -> int:
 
 
 def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
-    """Return whether TMA reads keys and values: where the tile has it, no part is padded and addresses are as it wants them."""
-    return tile.tma and all(
+    """Return whether TMA reads keys and values: where the tile has it and `are_describable`."""
+    return tile.tma and are_describable(*tensors)
+
+
+def are_describable(*tensors: torch.Tensor) -> bool:
+    """Return whether TMA can read tensors: no part is padded and addresses are as it wants them."""
+    return all(
         widths(x.shape[-1]).is_exact and x.numel() > 0 and x.data_ptr() % 16 == 0 and x[0].nbytes % 16 == 0
         for x in tensors
     )
 
 
-def can_use_gluon(tile: Tile, h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> bool:
-    """Return whether a kernel in Gluon serves: where the tile has it, the types are half precision and the sizes fit."""
+def can_use_gluon(h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> bool:
+    """Return whether a kernel in Gluon can serve: half precision, at most as many heads a group as rows, v in one part."""
     is_simple = q.element_size() == 2 and h <= ROWS_OVERLAPPED and (v is None or widths(v.shape[-1]).d1 == 0)
-    read = (k,) if v is None else (k, v)
-    return tile.gluon and is_simple and can_describe(tile._replace(tma=True), *read)
+    return is_simple and (are_describable(k) if v is None else are_describable(k, v))
 
 
-def even_stages(tile: Tile) -> int:
+def even_stages(ring: Ring) -> int:
     """Return the stages of a ring in which each of two consumers takes every second tile."""
-    return max(2, tile.stages // 2 * 2)
+    return max(2, ring.stages // 2 * 2)
 
 
 def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:

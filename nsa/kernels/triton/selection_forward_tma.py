@@ -1,7 +1,7 @@
 """Forward of the selected branch for Hopper, in Gluon: the rows of an item's queries arrive by TMA, ahead of their products.
 
 It computes what `selection_forward.selected_forward` does, which finds each row by address arithmetic and waits for it. The heads
-of a query and group are h consecutive rows, so a query is one copy per 64 columns. A program has an item and a sub-block of
+of a query and group are h consecutive rows, so a query is one copy per WIDTH columns. A program has an item and a sub-block of
 KEYS keys; one warp copies rows into a ring of STAGES, two consumers of four warps take every second tile of ROWS rows.
 
 Flat layouts (`rows`), bfloat16 or float16, head dims that are multiples of WIDTH, groups of 8 to 64 heads, a power of two.
@@ -28,16 +28,11 @@ WIDTH = gl.constexpr(
 
 @gluon.jit
 def load_rows(
-    QD, KD, VD, LISTS, q, k, v, block_there, there, free, key, row, begin, count, g, tiles, H, n_sel: gl.constexpr,
-    h: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    QD, LISTS, q, there, free, row, begin, count, tiles, H, n_sel: gl.constexpr, h: gl.constexpr, DK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load keys and values of a sub-block, then the rows of the ``count`` queries of a list, as the ring becomes free."""
+    """Load the rows of the ``count`` queries of a list, as the ring becomes free."""
     PARTS: gl.constexpr = DK // WIDTH
-    if tiles > 0:
-        mbarrier.expect(block_there, KEYS * (DK + DV) * 2)
-        for part in gl.static_range(PARTS):
-            load_tile(KD, [key, g * DK + part * WIDTH], block_there, k.index(part))
-        load_tile(VD, [key, g * DV], block_there, v)
     for i in range(tiles):
         at = i % STAGES
         mbarrier.wait(free.index(at), i // STAGES % 2 ^ 1)
@@ -52,7 +47,7 @@ def load_rows(
 
 @gluon.jit
 def consume(
-    consumer, LISTS, PART, PART_LSE, q, k, v, block_there, there, free, begin, count, tiles, n0, stop, before, G, g, sub, qk,
+    consumer, LISTS, PART, PART_LSE, q, k, v, there, free, begin, count, tiles, n0, stop, before, G, g, sub, qk,
     n_sel: gl.constexpr, SUB: gl.constexpr, h: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attend with every second tile of rows, from ``consumer`` on, and store its parts."""
@@ -60,8 +55,6 @@ def consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if consumer < tiles:
-        mbarrier.wait(block_there, 0)
     for i in range(consumer, tiles, CONSUMERS):
         at = i % STAGES
         r = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -106,7 +99,7 @@ def place_of(entry, before, G, g, sub, n_sel: gl.constexpr, SUB: gl.constexpr):
 
 @gluon.jit
 def selected_forward_tma(
-    QD, KD, VD, LISTS, ITEMS, CHOICE, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
+    QD, K, V, LISTS, ITEMS, CHOICE, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
     n_sel: gl.constexpr, L_SEL: gl.constexpr, SUB: gl.constexpr, h: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, UNITED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -117,6 +110,7 @@ def selected_forward_tma(
     gl.static_assert(STAGES % CONSUMERS == 0)  # a stage has one consumer, which knows its phases by their parity alone
     PARTS: gl.constexpr = DK // WIDTH
     dtype: gl.constexpr = QD.dtype
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     item = ITEMS + gl.program_id(0).to(gl.int64) * 4
     group = gl.load(item)
     if UNITED:
@@ -132,12 +126,18 @@ def selected_forward_tma(
     tiles = gl.cdiv(count * h, ROWS)
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
     q = gl.allocate_shared_memory(dtype, [STAGES * PARTS, ROWS, WIDTH], shared)
-    k = gl.allocate_shared_memory(dtype, [PARTS, KEYS, WIDTH], KD.layout)
-    v = gl.allocate_shared_memory(dtype, [KEYS, DV], VD.layout)
-    block_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k = gl.allocate_shared_memory(dtype, [PARTS, KEYS, WIDTH], shared)
+    v = gl.allocate_shared_memory(dtype, [KEYS, DV], gl.NVMMASharedLayout.get_default_for([KEYS, DV], dtype))
+    # Not by TMA: what lies behind the block may be another sequence's, and times a probability of 0 a NaN is one.
+    n = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, LINES))
+    inside, at = (n < stop)[:, None], (s0 + n).to(gl.int64) * G + g
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))[None, :]
+    for part in gl.static_range(PARTS):
+        k.index(part).store(gl.load(K + (at * DK)[:, None] + (part * WIDTH + columns), mask=inside, other=0.0))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, LINES))[None, :]
+    v.store(gl.load(V + (at * DV)[:, None] + columns, mask=inside, other=0.0))
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(block_there, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
@@ -145,17 +145,14 @@ def selected_forward_tma(
     gl.warp_specialize(
         [
             (consume, (
-                0, LISTS, PART, PART_LSE, q, k, v, block_there, there, free, begin, count, tiles, n0, stop, s0 - FIRST, G, g, sub,
+                0, LISTS, PART, PART_LSE, q, k, v, there, free, begin, count, tiles, n0, stop, s0 - FIRST, G, g, sub,
                 qk, n_sel, SUB, h, DK, DV, STAGES,
             )),
             (consume, (
-                1, LISTS, PART, PART_LSE, q, k, v, block_there, there, free, begin, count, tiles, n0, stop, s0 - FIRST, G, g, sub,
+                1, LISTS, PART, PART_LSE, q, k, v, there, free, begin, count, tiles, n0, stop, s0 - FIRST, G, g, sub,
                 qk, n_sel, SUB, h, DK, DV, STAGES,
             )),
-            (load_rows, (
-                QD, KD, VD, LISTS, q, k, v, block_there, there, free, s0 + n0, s0 * H + g * h, begin, count, g, tiles, H,
-                n_sel, h, DK, DV, STAGES,
-            )),
+            (load_rows, (QD, LISTS, q, there, free, s0 * H + g * h, begin, count, tiles, H, n_sel, h, DK, STAGES)),
         ],
         [4, 1],
         [168, 40],

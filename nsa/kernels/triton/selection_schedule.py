@@ -21,6 +21,7 @@ from nsa.kernels.triton import (
 from nsa.kernels.triton.branches import Pair, Rows
 from nsa.kernels.triton.launch import (
     LOG2E,
+    are_describable,
     can_describe,
     can_use_gluon,
     descriptors,
@@ -32,7 +33,7 @@ from nsa.kernels.triton.launch import (
     rows_for,
 )
 from nsa.kernels.triton.sequences import Range, Sequences
-from nsa.kernels.triton.tiles import Tile, cache_of, capability, keys_at_once, tile, widths
+from nsa.kernels.triton.tiles import Ring, cache_of, capability, keys_at_once, ring, tile, widths
 
 Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -164,11 +165,14 @@ def _has_wgmma(q: torch.Tensor) -> bool:
     return capability(q.device).startswith("sm_9") and q.element_size() == 2
 
 
-def by_tma(t: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection) -> bool:
-    """Return whether rows of queries arrive by TMA: where the tile has it, and heads and columns make whole copies."""
+def ring_of_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, selection: Selection
+) -> Ring | None:
+    """Return the ring in which rows of queries arrive by TMA; None where they do not, or heads and columns make no whole copies."""
     h, d_k, d_v = q.shape[1] // k.shape[1], q.shape[-1], v.shape[-1]
-    fits = h in (8, 16, 32, 64) and d_k % COPIED == d_v % COPIED == 0 and selection.sub_block == COPIED
-    return fits and can_use_gluon(t, h, q, k, v) and can_describe(t._replace(tma=True), q)
+    fits = h in (8, 16, 32, 64) and d_k % COPIED == 0 and d_v in (64, 128) and selection.sub_block == COPIED
+    can_serve = fits and can_use_gluon(h, q, k, v) and are_describable(q)
+    return ring("selected", q, d_v, sequences.longest) if can_serve else None
 
 
 def attend(
@@ -180,8 +184,7 @@ def attend(
     gated sum to the last (Eq. 5); and the lists of their picks (`make_lists`).
     """
     h, G = q.shape[1] // k.shape[1], k.shape[1]
-    t = tile("selected", q, v.shape[-1], sequences.longest)
-    piece = LARGE_PIECE if by_tma(t, q, k, v, selection) else piece_of(h)
+    piece = LARGE_PIECE if ring_of_rows(q, k, v, sequences, selection) is not None else piece_of(h)
     items = make_lists(picks, entries, totals, sequences, at, selection, piece)
     unions = unite(picks, q, k, v, sequences, at, selection)
     parts = selected_forward(q, k, v, entries, items, unions, sequences, at, selection, scale)
@@ -268,19 +271,20 @@ def selected_forward(
 ) -> Pair:  # fmt: skip
     """Return parts of the queries of ``at`` and their log-sum-exps."""
     H, G = q.shape[1], k.shape[1]
-    t = tile("selected", q, v.shape[-1], sequences.longest)
     parts = q.new_empty(at.tokens * H * selection.parts, v.shape[-1])
     lse = q.new_empty(at.tokens * H * selection.parts, dtype=torch.float32)
-    if by_tma(t, q, k, v, selection):
+    in_gluon = ring_of_rows(q, k, v, sequences, selection)
+    if in_gluon is not None:
         launch(
             selection_forward_tma.selected_forward_tma, (len(items.items), selection.sub_blocks), q,
-            gluon_descriptor(q.view(-1, q.shape[-1]), H // G, COPIED), gluon_descriptor(k.flatten(1), COPIED, COPIED),
-            gluon_descriptor(v.flatten(1), COPIED, v.shape[-1]), entries, items.items,
+            gluon_descriptor(q.view(-1, q.shape[-1]), H // G, COPIED), k, v, entries, items.items,
             items.items if unions is None else unions.choice, parts, lse, q if at.table is None else at.table, sequences.longest,
-            H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G, DK=q.shape[-1], DV=v.shape[-1], STAGES=even_stages(t),
+            H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G, DK=q.shape[-1], DV=v.shape[-1],
+            STAGES=even_stages(in_gluon),
             UNITED=unions is not None, PACKED=at.table is not None, num_warps=4,
         )  # fmt: skip
         return parts, lse
+    t = tile("selected", q, v.shape[-1], sequences.longest)
     launch(
         selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
         items.items if unions is None else unions.choice, parts, lse,

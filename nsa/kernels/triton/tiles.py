@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +23,7 @@ KERNELS = (
 class Tile(NamedTuple):
     """Rows (query, head), keys, warps and pipeline stages of a program; whether its keys take a loop without masks (2) or not
     (1); whether TMA reads them; the most registers of a thread, where it is fewer than the compiler would take (0: as it likes),
-    so that more programs fit a multiprocessor; whether the kernel in Gluon serves, for Hopper (`strided_overlapped`,
-    `importance_overlapped`, `selection_forward_tma`), which reads ``stages`` and, of these, the first ``bn``.
+    so that more programs fit a multiprocessor.
     """
 
     bm: int
@@ -34,7 +33,13 @@ class Tile(NamedTuple):
     loops: int = 1
     tma: bool = False
     registers: int = 0
-    gluon: bool = False
+
+
+class Ring(NamedTuple):
+    """Keys of a tile, and tiles under way, of a kernel in Gluon."""
+
+    bn: int
+    stages: int
 
 
 class Widths(NamedTuple):
@@ -67,6 +72,17 @@ def widths(d: int) -> Widths:
 def tile(kernel: str, q: torch.Tensor, d_v: int, longest: int) -> Tile:
     """Return the tile of a kernel for queries like ``q`` [T, H, Dk], in sequences of ``longest`` tokens at most."""
     return _tile(kernel, q.shape[-1], d_v, q.element_size(), longest < LONG, capability(q.device))
+
+
+def ring(kernel: str, q: torch.Tensor, d_v: int, longest: int) -> Ring | None:
+    """Return the ring with which a kernel in Gluon serves queries like ``q``; None where the plain kernel does."""
+    return _ring(name_of(kernel, q.shape[-1], d_v, q.element_size()), longest < LONG, capability(q.device))
+
+
+@functools.cache
+def _ring(name: str, is_short: bool, on: str) -> Ring | None:
+    sizes = measured_rings(on)
+    return (sizes.get(f"{name} short") if is_short else None) or sizes.get(name)
 
 
 @functools.cache
@@ -111,8 +127,19 @@ def cache_of(device: torch.device) -> int:
 @functools.cache
 def measured(on: str) -> dict[str, Tile]:
     """Return what tiles.json has for a GPU, by `name_of`, with ' short' behind it for what was measured on shorter sequences."""
+    return {name: Tile(*sizes) for name, sizes in _read(on).items()}
+
+
+@functools.cache
+def measured_rings(on: str) -> dict[str, Ring]:
+    """Return, by the same names, where kernels in Gluon were faster, and with which ring."""
+    return {name: Ring(*sizes) for name, sizes in _read(f"{on} gluon").items()}
+
+
+def _read(part: str) -> dict[str, list[Any]]:
     table = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
-    return {name: Tile(*sizes) for name, sizes in table.get(on, {}).items()}
+    found: dict[str, list[Any]] = table.get(part, {})
+    return found
 
 
 def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
