@@ -35,14 +35,17 @@ def load_rows(
     PARTS: gl.constexpr = DK // WIDTH
     for i in range(tiles):
         at = i % STAGES
-        mbarrier.wait(free.index(at), i // STAGES % 2 ^ 1)
-        mbarrier.expect(there.index(at), ROWS * DK * 2)
+        firsts = ()
         for query in gl.static_range(ROWS // h):
             # Behind the last query, it once more: nothing of it is stored.
             number = gl.minimum(i * (ROWS // h) + query, count - 1)
-            first = row + gl.load(LISTS + begin + number) // n_sel * H
+            firsts = firsts + (row + gl.load(LISTS + begin + number) // n_sel * H,)
+        mbarrier.wait(free.index(at), i // STAGES % 2 ^ 1)
+        mbarrier.expect(there.index(at), ROWS * DK * 2)
+        for query in gl.static_range(ROWS // h):
             for part in gl.static_range(PARTS):
-                load_tile(QD, [first, part * WIDTH], there.index(at), q.index(at * PARTS + part).slice(query * h, h))
+                target = q.index(at * PARTS + part).slice(query * h, h)
+                load_tile(QD, [firsts[query], part * WIDTH], there.index(at), target)
 
 
 @gluon.jit
