@@ -21,7 +21,8 @@ for stage in ${2:-tests attention decode train}; do
     tune) cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
     gluon)
       cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"
-      timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --kernels compressed importance selected sliding compressed_dq sliding_dq --minutes 3.5 \
+      timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --rings --shapes paper 125m \
+        --kernels compressed importance selected sliding compressed_dq sliding_dq --minutes 3.5 \
         > "$out/gluon.txt" || status=$?
       timeout 120 python -m pytest "${plugin[@]}" tests_gpu/kernels -m gpu -k in_gluon -q --artifacts "$out/gpu_artifacts" \
         >> "$out/gluon.txt" || status=$? ;;

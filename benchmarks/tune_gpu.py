@@ -171,12 +171,12 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found.float() - wanted.float()).norm() <= TOLERANCE * wanted.float().norm())
 
 
-def neighbours(kernel: str, now: Sizes) -> list[Sizes]:
+def neighbours(kernel: str, now: Sizes, *, only_rings: bool = False) -> list[Sizes]:
     """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other; and the
-    rings of its kernel in Gluon.
+    rings of its kernel in Gluon, or these alone.
     """
     found: list[Sizes] = [*RINGS] if kernel in MAY_BE_GLUON else []
-    if isinstance(now, Ring):
+    if isinstance(now, Ring) or only_rings:
         return found
     for field, choices in CHOICES.items():
         if field in IGNORED.get(kernel, ()):
@@ -199,7 +199,16 @@ def compile_one(job: tuple[str, int, str, Sizes, str]) -> None:
 
 
 def tune(
-    kernel: str, shape: str, S: int, call: Call, start: Sizes, rounds: int, deadline: float, pool: Any
+    kernel: str,
+    shape: str,
+    S: int,
+    call: Call,
+    start: Sizes,
+    rounds: int,
+    deadline: float,
+    pool: Any,
+    *,
+    only_rings: bool,
 ) -> tuple[Sizes, dict[str, float]]:
     """Return the fastest sizes that a walk from ``start`` meets, and the milliseconds of all that were tried."""
     on = tiles.capability(torch.device(DEVICE))
@@ -208,7 +217,7 @@ def tune(
     best: Sizes = start
     tried: dict[Sizes, float] = {start: timed({"": launches}, rounds)[""]}
     while time.monotonic() < deadline:
-        candidates = [sizes for sizes in neighbours(kernel, best) if sizes not in tried]
+        candidates = [sizes for sizes in neighbours(kernel, best, only_rings=only_rings) if sizes not in tried]
         if pool is not None:
             pool.map(compile_one, [(shape, S, kernel, sizes, on) for sizes in candidates])
         for sizes in candidates:
@@ -244,6 +253,7 @@ def main() -> None:
         "--shapes", nargs="+", default=[s for s in SHAPES if s not in OTHER_SIZES], choices=list(SHAPES)
     )
     parser.add_argument("--kernels", nargs="+", default=list(tiles.KERNELS), choices=tiles.KERNELS)
+    parser.add_argument("--rings", action="store_true", help="try only kernels in Gluon against what the table has now")
     arguments = parser.parse_args()
     gpu = tiles.capability(torch.device(DEVICE)) or "interpreter"
     table = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
@@ -258,7 +268,9 @@ def main() -> None:
         like = torch.empty(1, 1, d_k, device=DEVICE, dtype=DTYPE)
         start = tiles.ring(kernel, like, d_v, arguments.length) or tiles.tile(kernel, like, d_v, arguments.length)
         deadline = min(end, time.monotonic() + max(0.0, end - time.monotonic()) / left * 2)
-        best, tried = tune(kernel, shape, arguments.length, call, start, arguments.rounds, deadline, pool)
+        best, tried = tune(
+            kernel, shape, arguments.length, call, start, arguments.rounds, deadline, pool, only_rings=arguments.rings
+        )
         name = tiles.name_of(kernel, d_k, d_v, 2) + (" short" if arguments.length < tiles.LONG else "")
         print(json.dumps({"gpu": gpu, "kernel": name, "best": best, "ms": tried}), flush=True)
         rings.pop(name, None)

@@ -39,7 +39,8 @@ def load_rows(
         for query in gl.static_range(ROWS // h):
             # Behind the last query, it once more: nothing of it is stored.
             number = gl.minimum(i * (ROWS // h) + query, count - 1)
-            firsts = firsts + (row + gl.load(LISTS + begin + number) // n_sel * H,)  # noqa: RUF005  Triton unpacks nothing
+            first = row + gl.load(LISTS + begin + number) // n_sel * H
+            firsts = firsts + (first,)  # type: ignore[assignment]  # noqa: RUF005  Triton unpacks nothing
         mbarrier.wait(free.index(at), i // STAGES % 2 ^ 1)
         mbarrier.expect(there.index(at), ROWS * DK * 2)
         for query in gl.static_range(ROWS // h):
