@@ -20,11 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.triton.strided_overlapped import (
     CONSUMERS,
     ROWS,
+    empty_ring,
     load_tiles,
     place_of,
     rows_of,
     start_scores,
     tiles_of,
+    two_parts,
 )
 
 
@@ -188,32 +190,11 @@ def strided_dq_overlapped(
     first = (gl.cdiv(S, BQ) - 1 - gl.program_id(0) // BG) * BQ
     s0, S, key0, N = place_of(SEQUENCES, b, S, N, WINDOWED, PACKED)
     start, tiles, inside, whole = tiles_of(first, BQ, S, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED)
-    q0 = gl.allocate_shared_memory(
-        dtype, [CONSUMERS, ROWS, D0], gl.NVMMASharedLayout.get_default_for([ROWS, D0], dtype)
-    )
-    q1 = q0
-    k0 = gl.allocate_shared_memory(dtype, [STAGES, BN, D0], KD0.layout)
-    k1 = k0
-    if D1 > 0:
-        q1 = gl.allocate_shared_memory(
-            dtype, [CONSUMERS, ROWS, D1], gl.NVMMASharedLayout.get_default_for([ROWS, D1], dtype)
-        )
-        k1 = gl.allocate_shared_memory(dtype, [STAGES, BN, D1], KD1.layout)
+    q0, q1 = two_parts(dtype, ROWS, D0, D1)
     do = gl.allocate_shared_memory(
         dtype, [CONSUMERS, ROWS, DV], gl.NVMMASharedLayout.get_default_for([ROWS, DV], dtype)
     )
-    v = gl.allocate_shared_memory(dtype, [STAGES, BN, DV], VD.layout)
-    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_there.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=CONSUMERS)
-        mbarrier.init(v_there.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=CONSUMERS)
-    fence_async_shared()
-    keys, values = (k0, k1, k_there), (v, v_there)
+    keys, values, k_free, v_free = empty_ring(KD0, KD1, VD, D0, D1, DV, BN, STAGES)
     gl.warp_specialize(
         [
             (consume, (

@@ -81,6 +81,39 @@ def rows_of(consumer, first, s0, S, H, g, h: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
+def two_parts(dtype: gl.constexpr, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
+    """Return shared memory for both parts of N rows of each consumer; the first one twice where there is no second."""
+    x0 = gl.allocate_shared_memory(dtype, [CONSUMERS, N, D0], gl.NVMMASharedLayout.get_default_for([N, D0], dtype))
+    x1 = x0
+    if D1 > 0:
+        x1 = gl.allocate_shared_memory(dtype, [CONSUMERS, N, D1], gl.NVMMASharedLayout.get_default_for([N, D1], dtype))
+    return x0, x1
+
+
+@gluon.jit
+def empty_ring(
+    KD0, KD1, VD, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr
+):
+    """Return a ring for STAGES tiles of keys and of values, and the barriers at which both consumers free a tile of each."""
+    k0 = gl.allocate_shared_memory(KD0.dtype, [STAGES, BN, D0], KD0.layout)
+    k1 = k0
+    if D1 > 0:
+        k1 = gl.allocate_shared_memory(KD0.dtype, [STAGES, BN, D1], KD1.layout)
+    v = gl.allocate_shared_memory(VD.dtype, [STAGES, BN, DV], VD.layout)
+    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_there.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=CONSUMERS)
+        mbarrier.init(v_there.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=CONSUMERS)
+    fence_async_shared()
+    return (k0, k1, k_there), (v, v_there), k_free, v_free
+
+
+@gluon.jit
 def load_tiles(
     KD0, KD1, VD, keys, values, k_free, v_free, row, g, tiles, D0: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr,
@@ -265,29 +298,8 @@ def strided_overlapped(
     first = (gl.cdiv(S, BQ) - 1 - gl.program_id(0) // BG) * BQ
     s0, S, key0, N = place_of(SEQUENCES, b, S, N, WINDOWED, PACKED)
     start, tiles, inside, whole = tiles_of(first, BQ, S, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED)
-    q0 = gl.allocate_shared_memory(
-        dtype, [CONSUMERS, ROWS, D0], gl.NVMMASharedLayout.get_default_for([ROWS, D0], dtype)
-    )
-    q1 = q0
-    k0 = gl.allocate_shared_memory(dtype, [STAGES, BN, D0], KD0.layout)
-    k1 = k0
-    if D1 > 0:
-        q1 = gl.allocate_shared_memory(
-            dtype, [CONSUMERS, ROWS, D1], gl.NVMMASharedLayout.get_default_for([ROWS, D1], dtype)
-        )
-        k1 = gl.allocate_shared_memory(dtype, [STAGES, BN, D1], KD1.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, BN, DV], VD.layout)
-    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_there.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=CONSUMERS)
-        mbarrier.init(v_there.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=CONSUMERS)
-    fence_async_shared()
-    keys, values = (k0, k1, k_there), (v, v_there)
+    q0, q1 = two_parts(dtype, ROWS, D0, D1)
+    keys, values, k_free, v_free = empty_ring(KD0, KD1, VD, D0, D1, DV, BN, STAGES)
     gl.warp_specialize(
         [
             (consume, (
