@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 import threading
 import weakref
@@ -24,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
@@ -33,10 +33,19 @@ from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.divergence.sampling import remember_wrappers
 from nsa.trace.divergence.training_state import watch_loads
 from nsa.trace.files import wall_clock
+from nsa.trace.finite import is_finite
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
-from nsa.trace.output import Output
+
+
+def _is_hooked(parameter: torch.Tensor, handle: RemovableHandle | None) -> bool:
+    """Return whether a hook is this parameter's: numbers (`id`) are used again.
+
+    By the hook, as torch refuses to swap a parameter that has a weak reference.
+    """
+    hooks = parameter._post_accumulate_grad_hooks
+    return handle is not None and hooks is not None and handle.hooks_dict_ref() is hooks
 
 
 def _ignore(*_: Any, **__: Any) -> None:
@@ -116,7 +125,7 @@ class Observer:
     def __init__(self, board: Board) -> None:
         self.board = board
         self._known = {}
-        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}  # by id of the parameter
+        self._hooks: dict[int, RemovableHandle] = {}  # by id of the parameter
         self._calls = []  # the modules whose call has not returned, or a backward that has not
         self._nodes = NodeCount(board)
         self.forget()
@@ -129,7 +138,7 @@ class Observer:
         self._calls.clear()
         self._failure = (0, "", "")  # id and text of what a forward ended with, and the module it came from
         self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
-        self._output: Output | None = None  # of the current step's forward, until its backward comes
+        self._gave_numbers = True  # whether the current step's forward returned finite ones
         self.parameter_names = []
         self._remove_hooks()
         self._roots = WeakSet()
@@ -145,11 +154,12 @@ class Observer:
         register_optimizer_step_post_hook(outside_graphs(self._after_optimizer))
         backward = torch.autograd.backward
 
+        @functools.wraps(backward)
         def observed_backward(*args: Any, **kwargs: Any) -> None:
             if _BACKWARD in self._calls:  # reentrant checkpointing runs a backward inside a backward
                 return backward(*args, **kwargs)
             self._calls.append(_BACKWARD)
-            self._forward, self._output = "backward", None
+            self._forward = "backward"
             self._note_loss(args[0] if args else kwargs.get("tensors"))
             for shared in self._shared:
                 note_kept_gradients(shared)
@@ -189,20 +199,16 @@ class Observer:
         """Before a backward: is the loss a number, and will DDP reduce? A loss on a GPU is not looked at: that would wait."""
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         step = self.board.count("step")
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.device.type == "cpu":
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, for example
-                if not math.isfinite(loss.item()):
-                    self.on_anomaly("not_finite", step, value=str(loss.item()), site=call_site())
+        if not is_finite(loss) and loss.numel() == 1:
+            self.on_anomaly("not_finite", step, value=str(loss.item()), site=call_site())
         if self._reducing and not any(model.require_backward_grad_sync for model in self._reducing):
             self.on_anomaly("not_synchronised", step)
 
     def _end_step(self) -> None:
         """Another forward begins, or the test is over: what became of the last step?"""
         if self._forward == "done":
-            self.on_anomaly(
-                "no_backward", self.board.count("step"), finite=self._output is None or self._output.is_finite()
-            )
-        self._forward, self._failure, self._output = "", (0, "", ""), None
+            self.on_anomaly("no_backward", self.board.count("step"), finite=self._gave_numbers)
+        self._forward, self._failure = "", (0, "", "")
 
     def _phase(self, name: str) -> None:
         self.board.phase(name)
@@ -325,7 +331,7 @@ class Observer:
         self._phase("body")
         if self._forward == "running":
             self._forward = "done" if error is None else "failed"
-            self._output = Output.of(output)
+            self._gave_numbers = is_finite(output)
             if error is not None:  # at once: who swallows it may wait for ever in what comes next
                 _, text, name = self._failure
                 self.on_anomaly("forward_failed", self.board.count("step"), error=text, module=name)
@@ -368,13 +374,14 @@ class Observer:
             self.parameter_names = names
             self.on_names(names, [plain_name(n) for n, _ in modules])
         for index, (name, parameter) in enumerate(trained):
-            hooked = self._hooks.get(id(parameter))
-            if hooked is None or hooked[0]() is not parameter:  # the model inside DDP, called by itself, has the same
+            if not _is_hooked(
+                parameter, self._hooks.get(id(parameter))
+            ):  # the model inside DDP, called by itself, has the same
                 handle = parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
-                self._hooks[id(parameter)] = (weakref.ref(parameter), handle)
+                self._hooks[id(parameter)] = handle
 
     def _remove_hooks(self) -> None:
-        for _, handle in self._hooks.values():
+        for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
 
