@@ -1,15 +1,15 @@
 """Keep the connections of a rank that is done first while other ranks may still need them.
 
 Without this, a timeout that a test expects would become a connection error. Where another rank is inside a call with its own
-limit, this one stays until that limit, and 2 s. It does not stay for a rank that waits without a limit: the lost connection ends
-that wait.
+limit, this one stays until that limit, and 2 s. It does not stay for a rank that has a collective under way without a limit,
+whether its main thread waits for it, another thread, a future or autograd does, or it polls: the lost connection ends that.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, read_numbers
@@ -28,13 +28,19 @@ def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
     while (now := time.monotonic()) - began < longest:
         boards = [read_numbers(folder / "board.bin") for folder in folders]
         others = {int(b["pid"]): b for b in boards if b and b["phase"] != done and _lives(int(b["pid"]))}
-        calls = {
-            p: 0.0 if b["limit_time"] + AFTER_LIMIT_S > time.time() else b["blocked_in"] for p, b in others.items()
-        }
+        calls = {p: _call_without_limit(b) for p, b in others.items()}
         waits = {p: waits[p] if p in waits and waits[p][0] == call else (call, now) for p, call in calls.items()}
         if not others or any(call and now - since > SETTLED_S for call, since in waits.values()):
             return
         time.sleep(POLL_S)
+
+
+def _call_without_limit(board: Mapping[str, float]) -> float:
+    """Return a number of the call that a rank has under way and that nothing ends; 0 for none."""
+    if board["limit_time"] + AFTER_LIMIT_S > time.time():
+        return 0.0
+    is_pending = board["collectives_entered"] > board["collectives_left"]
+    return board["blocked_in"] or (board["collectives_entered"] if is_pending else 0.0)
 
 
 def _lives(pid: int) -> bool:
