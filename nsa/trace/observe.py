@@ -40,10 +40,7 @@ from nsa.trace.names import plain_name
 
 
 def _is_hooked(parameter: torch.Tensor, handle: RemovableHandle | None) -> bool:
-    """Return whether a hook is this parameter's: numbers (`id`) are used again.
-
-    By the hook, as torch refuses to swap a parameter that has a weak reference.
-    """
+    """Return whether a hook is this parameter's. By the hook: torch refuses to swap a parameter with a weak reference."""
     hooks = parameter._post_accumulate_grad_hooks
     return handle is not None and hooks is not None and handle.hooks_dict_ref() is hooks
 

@@ -87,6 +87,7 @@ RULES: tuple[Rule, ...] = (
     exits.rank_died,
     exits.rank_gone,
     exits.rank_exited,
+    exits.rank_replaced,
     absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
@@ -102,7 +103,7 @@ RULES: tuple[Rule, ...] = (
 
 # For ranks that stall while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
-    exits.rank_gone, groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired,
+    exits.rank_gone, exits.rank_replaced, groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired,
     calls.waiting_in_different_calls, messages.lost_messages, absence.left_alone, speed.graph_explosion, speed.straggler,
     absence.skipped_in_a_request, keys.unset, stalls.blocked, stalls.in_transit, absence.not_entered,
 )  # fmt: skip

@@ -26,6 +26,7 @@ from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.plugin_calls import cut_off
 from pytest_nsa.rank.snapshots import carry_snapshots, unwritten_inline_snapshots
+from pytest_nsa.rank.spare_files import SpareFiles
 from pytest_nsa.system.disk_space import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
@@ -189,12 +190,14 @@ class RankRecorder:
         self.config = config
         self.ctx: RankContext
         self._is_begun = False
+        self._spare = SpareFiles()
         _suite_properties(config)  # makes what keeps them, before ranks are forked
 
     def begin(self, ctx: RankContext) -> None:
         """Another test."""
         self.ctx, self._is_begun = ctx, True
         self._outcomes: set[str] = set()
+        self._spare.hold()
         self._suite_properties = len(_suite_properties(self.config))
 
     def _new_suite_properties(self) -> list[tuple[str, str]]:
@@ -221,6 +224,8 @@ class RankRecorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         raised = call.excinfo
+        if raised is not None or call.when != "setup":
+            self._spare.release()
         report = yield  # in which pytest takes over what a TestCase has caught, and plugins fail a test for what they collected
         if call.excinfo is not None and lockstep.own_error(call):
             error = call.excinfo.value

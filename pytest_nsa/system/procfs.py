@@ -22,8 +22,8 @@ LEVELS = 3  # of processes below one, that are looked at
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
     """A look at a process: state letter, wait channel, CPU seconds (those of its main thread, those in the kernel, and those of
-    the processes below it), page faults, switches, bytes written to whatever files and pipes, what its children run, and how
-    those ended that it has not waited for.
+    the processes below it), page faults, switches, bytes written to whatever files and pipes, what its children run, how those
+    ended that it has not waited for, and the program that it runs where that is neither this one's nor a Python.
     """
 
     state: str
@@ -39,6 +39,7 @@ class ProcessState:
     ended: tuple[str, ...]
     threads: int
     rss_mib: float
+    program: str = ""
 
 
 def look_at(pid: int) -> ProcessState | None:
@@ -67,7 +68,18 @@ def look_at(pid: int) -> ProcessState | None:
         ended=tuple(ended.values()),
         threads=int(fields[17]),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
+        program=_other_program(proc),
     )
+
+
+def _other_program(proc: Path) -> str:
+    """Return the name of the program that a process runs; '' for this one's, for a Python, and where it cannot be read."""
+    try:
+        path, own = os.readlink(proc / "exe"), os.readlink("/proc/self/exe")
+    except OSError:
+        return ""
+    name = os.path.basename(path)
+    return "" if path == own or name.startswith("python") else name
 
 
 def is_runnable(pid: int) -> bool:

@@ -139,12 +139,14 @@ class Heartbeat:
             self._late += max(0.0, after - before - INTERVAL)
             try:
                 self.beat()
+                if after - last_record >= RECORD_EVERY:
+                    last_record = after
+                    self._resident = f"{resident_mib():.1f}"
+                    self.record()
+            except OSError:  # no file can be opened or written now: a later beat may
+                continue
             except Exception:  # its silence would be taken for a lock that is held
                 traceback.print_exc()
-            if after - last_record >= RECORD_EVERY:
-                last_record = after
-                self._resident = f"{resident_mib():.1f}"
-                self.record()
             if self._is_to_rest() and self._stop.wait(REST_S):
                 return
 

@@ -223,6 +223,17 @@ def rank_exited(evidence: Evidence) -> Finding | None:
     return found_on(evidence, "rank_exited", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
 
 
+def rank_replaced(evidence: Evidence) -> Finding | None:
+    """Find that a rank has put another program in the place of its test (`os.exec`)."""
+    replaced = [r for r in evidence.ranks if r.process.get("program") and not r.finished]
+    if not replaced:
+        return None
+    rank = replaced[0]
+    reason = f"rank {rank.rank} runs the program {rank.process['program']} in place of its test, by os.exec"
+    where = rank.board.line if rank.board is not None else ""  # of its stacks none is left
+    return found_on(evidence, "rank_exited", [rank], reason, 0.9, where=where)
+
+
 def only_victims(evidence: Evidence) -> Finding | None:
     """Find that nothing but lost connections was reported; the earliest report is nearest to the cause."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
