@@ -11,7 +11,10 @@ from types import CodeType, FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep
-_LIBRARIES = {os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")}
+# The commands of installed packages, such as pytest's, too.
+_LIBRARIES = {
+    os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib", "scripts")
+}
 # The plugin that runs the program lies in the folder of this package.
 _FOREIGN = (*_LIBRARIES, _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
 # Wherever they are installed, packages are not the program under test.

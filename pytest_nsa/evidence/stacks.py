@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import sysconfig
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _HEARTBEAT = ("/nsa/trace/stall/heartbeat.py", "/nsa/trace/heartbeat.py")  # the
 _OURS = ("/nsa/trace/", *(f"/pytest_nsa/{p.name}{'' if p.suffix else '/'}" for p in _PARTS))
 # What torch's compiler has written, in whatever folder it keeps that.
 _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
+_RUN = ("/pytest_nsa/rank/process.py", "_run")  # runs a rank's test
 _JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "__exit__")
 _JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
 _POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multiprocessing/connection.py")
@@ -29,7 +31,8 @@ _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
 # For a folder from another machine, where Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
 _PACKAGE = re.compile(r"/(site|dist)-packages/(?!torch/|_?pytest/|pluggy/|xdist/)")
-_LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})
+# The commands of installed packages, such as pytest's, too.
+_LIBRARIES = tuple({p + os.sep for k in ("stdlib", "purelib", "platlib", "scripts") if (p := sysconfig.get_path(k))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,13 @@ class ThreadStack:
 
     @property
     def user_frame(self) -> Frame | None:
-        """The innermost frame of the user's code."""
-        return next((f for f in self.frames if f.is_user), None)
+        """The innermost frame of the user's code; not one that has started the rank."""
+        for frame in self.frames:
+            if frame.is_user:
+                return frame
+            if frame.function == _RUN[1] and frame.file.endswith(_RUN[0]):
+                return None
+        return None
 
     @property
     def test_frames(self) -> tuple[Frame, ...]:
@@ -216,6 +224,8 @@ def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
     if called and any("/asyncio/" in f.file for f in main.frames):  # the loop awaits it
         return called[0]
     if main.waits_for_a_thread:
+        if main.user_frame is None and others:  # the test's function has returned: a thread that it has left
+            return others[0]
         # A thread that a library has started for the user has none of the user's frames.
         threads = (*others, *(t for t in threads if t is not main and not t.is_ours and t not in others))
         return next((t for t in threads if not t.waits_for_work), main)

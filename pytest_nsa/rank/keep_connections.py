@@ -1,4 +1,4 @@
-"""Keep the connections of a rank that is done first while other ranks may still need them.
+"""Keep a rank that is done first, its threads and its connections, while other ranks may still need them.
 
 Without this, a timeout that a test expects would become a connection error. Where another rank is inside a call with its own
 limit, this one stays until that limit, and 2 s. It does not stay for a rank that has a collective under way without a limit,
@@ -12,10 +12,24 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nsa.trace.stall.threads import lasting_threads
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, read_numbers
 
 POLL_S = 0.02
 SETTLED_S = 0.2  # in one call: a collective that is only begun is left within it
+
+
+def wait_for_threads(folders: Sequence[Path], done: int) -> None:
+    """Wait for this process's threads that are no daemons while a rank of those with ``folders`` is not done.
+
+    An interpreter ends after them: what one of them sends, another rank may wait for. Where no rank does, they are left.
+    """
+    while lasting := lasting_threads():
+        boards = [read_numbers(folder / "board.bin") for folder in folders]
+        if not any(b and b["phase"] != done and _lives(int(b["pid"])) for b in boards):
+            return
+        for thread in lasting:
+            thread.join(POLL_S)
 
 
 def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:

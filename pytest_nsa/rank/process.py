@@ -23,7 +23,7 @@ from nsa.trace.stall.exceptions import record_exception
 from pytest_nsa.evidence.board import learn
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
-from pytest_nsa.rank.keep_connections import wait_for_others
+from pytest_nsa.rank.keep_connections import wait_for_others, wait_for_threads
 from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
@@ -52,6 +52,10 @@ def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
     if device != "cpu":
         found["peak_gpu_mib"] = round(torch.cuda.max_memory_allocated(device) / (1 << 20), 1)
     return found
+
+
+def _folders_of_others(job: Job, rank: int) -> list[Path]:
+    return [job.rank_folder(other) for other in range(job.world_size) if other != rank]
 
 
 def rehearse() -> None:
@@ -116,8 +120,7 @@ class RankProcess:
             if job.stay:
                 job = self._next_job()
                 continue
-            others = [job.rank_folder(rank) for rank in range(job.world_size) if rank != self.number]
-            wait_for_others(others, PHASES.index("done"), job.timeout)
+            wait_for_others(_folders_of_others(job, self.number), PHASES.index("done"), job.timeout)
             job = None
         return code
 
@@ -191,10 +194,12 @@ class RankProcess:
             traceback.print_exc()
             passed = False
         coverage.save(measuring)
+        if passed:
+            wait_for_threads(_folders_of_others(job, self.number), PHASES.index("done"))
         session.board.phase("done")
         session.end(SETTLE_S if job.stay else 0.0)
-        for name, place in lasting_threads():
-            record(folder, event="left_thread", name=name, where=place)
+        for thread, place in lasting_threads().items():
+            record(folder, event="left_thread", name=thread.name, where=place)
         for what, place, call in lasting_handlers(names):
             record(folder, event="left_handler", what=what, where=place, call=call)
         for command in end_leftovers():

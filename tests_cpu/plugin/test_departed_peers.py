@@ -1,4 +1,4 @@
-"""A rank that is done while another one has a collective under way: the other one gets its error, however it waits."""
+"""A rank that is done first: its threads go on while another one may need them, and one that waits in vain gets its error."""
 
 from __future__ import annotations
 
@@ -55,6 +55,47 @@ def test_one_raises_before_its_backward(group):
     assert group.rank == 0
     model(torch.randn(4, 8)).sum().backward()
 """
+
+
+THREADS = """
+@world_size(2)
+def test_a_thread_that_sends_later(group):
+    def send_later():
+        time.sleep(3)
+        dist.send(torch.ones(1), 1)
+
+    if group.rank == 0:
+        threading.Thread(target=send_later).start()
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+@world_size(2)
+@pytest.mark.timeout(5)
+def test_a_thread_that_never_sends(group):
+    def send_then():
+        threading.Event().wait()
+        dist.send(torch.ones(1), 1)
+
+    if group.rank == 0:
+        threading.Thread(target=send_then).start()
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+@world_size(2)
+def test_a_thread_that_no_rank_needs(group):
+    if group.rank == 0:
+        threading.Thread(target=threading.Event().wait).start()
+"""
+
+
+def test_a_rank_ends_after_the_threads_that_another_one_may_need(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, THREADS)
+    assert (result.outcomes["passed"], result.outcomes["failed"]) == (2, 1)
+    verdict = result.verdicts["test_a_thread_that_never_sends"]
+    assert (verdict.cause, verdict.ranks) == ("lock_deadlock", (0,))
+    assert verdict.where.endswith("in send_then")
 
 
 def test_a_rank_that_is_left_alone_gets_its_error(pytester: pytest.Pytester) -> None:

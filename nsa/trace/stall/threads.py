@@ -11,11 +11,11 @@ ENDING_S = 0.05  # for a thread that is about to end
 _POOL = "/concurrent/futures/thread.py"  # its idle workers end with the process
 
 
-def lasting_threads() -> list[tuple[str, str]]:
-    """Return (name, location) of the threads of this process that run on and are no daemons: an interpreter that ends waits for
+def lasting_threads() -> dict[threading.Thread, str]:
+    """Return the threads of this process that run on and are no daemons, with their locations: an interpreter that ends waits for
     them.
     """
-    found = []
+    found = {}
     for thread in threading.enumerate():
         if thread is threading.current_thread() or thread.daemon or thread is threading.main_thread():
             continue
@@ -23,7 +23,6 @@ def lasting_threads() -> list[tuple[str, str]]:
         frame = sys._current_frames().get(thread.ident or 0)
         if not thread.is_alive() or frame is None or frame.f_code.co_filename.endswith(_POOL):
             continue
-        place = describe(user_frame(frame)) or describe(frame)
+        found[thread] = describe(user_frame(frame)) or describe(frame)
         del frame
-        found.append((thread.name, place))
     return found
