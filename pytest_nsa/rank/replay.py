@@ -225,7 +225,7 @@ class RankRecorder:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         raised = call.excinfo
         if raised is not None or call.when != "setup":
-            self._spare.release()
+            self._spare.make_room()
         report = yield  # in which pytest takes over what a TestCase has caught, and plugins fail a test for what they collected
         if call.excinfo is not None and lockstep.own_error(call):
             error = call.excinfo.value
