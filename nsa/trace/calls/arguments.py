@@ -145,8 +145,8 @@ def label_of(group: Any) -> str:
     """Return the name of a group; '' of one that was never registered."""
     try:
         return str(group.group_name)
-    except RuntimeError:
-        return ""
+    except RuntimeError:  # a backend that is a group of Python does not know its own
+        return str(dist.distributed_c10d._world.pg_names.get(group, ""))
 
 
 def global_rank(group: Any, rank: int) -> int:
