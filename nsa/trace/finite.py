@@ -12,24 +12,27 @@ MAX_LOOK = 1 << 20  # numbers: their sum takes a tenth of a millisecond
 
 def is_finite(value: Any) -> bool:
     """Return whether all numbers of a tensor are finite; True where they cannot be read, or to read them would cost."""
-    if not _can_be_read(value) or value.numel() > MAX_LOOK:
-        return True
     try:
+        if not _can_be_read(value):
+            return True
         values = value.detach()
         # A sum of finite numbers may be infinite, too.
         return math.isfinite(values.sum()) or bool(values.isfinite().all())
-    except Exception:  # a tensor without storage, for example
+    except Exception:  # a tensor that is unlike all that we know
         return True
 
 
 def _can_be_read(value: Any) -> bool:
-    """Return whether a value is a plain tensor with numbers on the CPU, and nothing records or replaces what is done with it.
+    """Return whether a value is a plain tensor with few numbers on the CPU, and nothing records or replaces what is done with it.
 
-    A subclass, a mode, `torch.jit.trace` and a transform such as vmap see each operation on a tensor, attributes included.
+    A subclass, a mode, `torch.jit.trace` and a transform such as vmap see each operation on a tensor, attributes included; and a
+    program may free the storage of a tensor that it keeps.
     """
     if type(value) is not torch.Tensor or torch._C._get_tracing_state() is not None:
         return False
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     if modes or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return value.device.type == "cpu" and value.layout is torch.strided and value.is_floating_point()
+    if value.device.type != "cpu" or value.layout is not torch.strided or not value.is_floating_point():
+        return False
+    return value.numel() <= MAX_LOOK and value.untyped_storage().nbytes() > 0

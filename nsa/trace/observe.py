@@ -371,9 +371,8 @@ class Observer:
             self.parameter_names = names
             self.on_names(names, [plain_name(n) for n, _ in modules])
         for index, (name, parameter) in enumerate(trained):
-            if not _is_hooked(
-                parameter, self._hooks.get(id(parameter))
-            ):  # the model inside DDP, called by itself, has the same
+            # The model inside DDP, called by itself, has the same parameters.
+            if not _is_hooked(parameter, self._hooks.get(id(parameter))):
                 handle = parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
                 self._hooks[id(parameter)] = handle
 
