@@ -75,6 +75,8 @@ def _is_in_hook(rank: RankEvidence) -> bool:
     if call is None or (rank.stack is not None and not rank.exceptions):
         return rank.stack is not None and rank.stack.is_in_hook
     file, _, function = parts_of(call.site)
+    if rank.exceptions and not any((e.file, e.function) == (file, function) for e in rank.exceptions):
+        return False  # the call was begun there, and waited for elsewhere
     callers = [parts_of(place) for place in call.way[1:]]
     begins = any(file_name(file) == f and ".backward(" in rank.sources.line(file, line) for f, line, _ in callers)
     return begins and not {function, *(name for *_, name in callers)} & {"backward", "forward"}
