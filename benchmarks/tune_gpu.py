@@ -43,9 +43,13 @@ IGNORED = {
     "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
-# Kernels that have an implementation in Gluon, and the rings that are tried with it.
-MAY_BE_GLUON = {"compressed", "sliding", "importance", "selected", "compressed_dq", "sliding_dq"}
-RINGS = [Ring(bn, stages) for bn, stages in ((64, 2), (64, 3), (64, 4), (128, 2))]
+# The rings that are tried, by kernel: those of two read stages in turns, of tiles of 64.
+RINGS = {
+    **dict.fromkeys(
+        ("compressed", "sliding", "compressed_dq", "sliding_dq"), (Ring(64, 2), Ring(64, 3), Ring(64, 4), Ring(128, 2))
+    ),
+    **dict.fromkeys(("importance", "selected"), (Ring(64, 2), Ring(64, 4))),
+}
 Call = Callable[[], Any]
 Sizes = Tile | Ring
 
@@ -175,7 +179,7 @@ def neighbours(kernel: str, now: Sizes, *, only_rings: bool = False) -> list[Siz
     """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other; and the
     rings of its kernel in Gluon, or these alone.
     """
-    found: list[Sizes] = [*RINGS] if kernel in MAY_BE_GLUON else []
+    found: list[Sizes] = [*RINGS.get(kernel, ())]
     if isinstance(now, Ring) or only_rings:
         return found
     for field, choices in CHOICES.items():

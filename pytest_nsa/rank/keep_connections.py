@@ -25,8 +25,7 @@ def wait_for_threads(folders: Sequence[Path], done: int) -> None:
     An interpreter ends after them: what one of them sends, another rank may wait for. Where no rank does, they are left.
     """
     while lasting := lasting_threads():
-        boards = [read_numbers(folder / "board.bin") for folder in folders]
-        if not any(b and b["phase"] != done and _lives(int(b["pid"])) for b in boards):
+        if not _not_done(folders, done):
             return
         for thread in lasting:
             thread.join(POLL_S)
@@ -40,13 +39,18 @@ def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
     began = time.monotonic()
     waits: dict[int, tuple[float, float]] = {}  # by process: the call it waits in without a limit, and since when
     while (now := time.monotonic()) - began < longest:
-        boards = [read_numbers(folder / "board.bin") for folder in folders]
-        others = {int(b["pid"]): b for b in boards if b and b["phase"] != done and _lives(int(b["pid"]))}
+        others = _not_done(folders, done)
         calls = {p: _call_without_limit(b) for p, b in others.items()}
         waits = {p: waits[p] if p in waits and waits[p][0] == call else (call, now) for p, call in calls.items()}
         if not others or any(call and now - since > SETTLED_S for call, since in waits.values()):
             return
         time.sleep(POLL_S)
+
+
+def _not_done(folders: Sequence[Path], done: int) -> dict[int, Mapping[str, float]]:
+    """Return the numbers on the boards of the ranks that live and are not done, by process."""
+    boards = [read_numbers(folder / "board.bin") for folder in folders]
+    return {int(b["pid"]): b for b in boards if b and b["phase"] != done and _lives(int(b["pid"]))}
 
 
 def _call_without_limit(board: Mapping[str, float]) -> float:

@@ -14,7 +14,6 @@ from nsa.kernels import blocks
 from nsa.kernels.triton import importance, importance_overlapped, pick_blocks
 from nsa.kernels.triton.branches import Places, sequence_arguments
 from nsa.kernels.triton.launch import (
-    KEYS_OVERLAPPED,
     LOG2E,
     ROWS_OVERLAPPED,
     can_describe,
@@ -32,6 +31,7 @@ from nsa.kernels.triton.selection_schedule import Selection
 from nsa.kernels.triton.sequences import Range, Sequences
 from nsa.kernels.triton.tiles import ring, tile, widths
 
+KEYS_OVERLAPPED = importance_overlapped.KEYS.value  # of a tile
 FEWEST_HEADS = 4  # of a group, for the overlapped importance: fewer are many sums of few terms
 WIDEST = 192  # head dim of the overlapped importance: beyond, its loop spills registers
 

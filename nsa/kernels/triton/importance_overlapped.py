@@ -19,10 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.triton.strided_overlapped import CONSUMERS, FIELDS, LOG2E, load_tile, visible_keys
+from nsa.kernels.triton.strided_overlapped import (
+    CONSUMERS,
+    FIELDS,
+    LOG2E,
+    ROWS,
+    barriers,
+    load_columns,
+    load_tile,
+    rows_at,
+    visible_keys,
+)
 
 KEYS = gl.constexpr(64)  # of a tile
-COLUMNS = gl.constexpr(128)  # of a program
+COLUMNS = gl.constexpr(CONSUMERS.value * ROWS.value)  # of a program
 SHIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^SHIFT, as in `importance`
 
 
@@ -35,13 +45,6 @@ def place_of(SEQUENCES, b, S, N, LO, HI, PACKED: gl.constexpr):
         key0, N = gl.load(SEQUENCES + b * FIELDS + 2), gl.load(SEQUENCES + b * FIELDS + 3)
         LO, HI = gl.load(SEQUENCES + b * FIELDS + 4), gl.load(SEQUENCES + b * FIELDS + 5)
     return s0, key0, N, LO, HI
-
-
-@gluon.jit
-def columns_of(first, s0, hi, H, g, h: gl.constexpr, c):
-    """Return the queries of columns c, their rows [tokens, heads] and which of them are there."""
-    t = first + c // h
-    return t, (s0 + t).to(gl.int64) * H + g * h + c % h, (c < COLUMNS // h * h) & (t < hi)
 
 
 @gluon.jit
@@ -135,7 +138,7 @@ def consume(
     if mine > 0:
         between = betweens.index(consumer)
         c = gl.arange(0, COLUMNS, gl.SliceLayout(0, S_LAYOUT))
-        t, rows, there = columns_of(first, s0, hi, H, g, h, c)
+        t, rows, there = rows_at(c, first, s0, hi, H, g, h)
         lse = gl.load(LSE + rows, mask=there, other=float("inf")) * LOG2E
         lse = gl.where(lse == float("-inf"), float("inf"), lse) - SHIFT
         query = gl.arange(0, NQ, gl.SliceLayout(0, F_LAYOUT))
@@ -196,14 +199,12 @@ def importance_overlapped(
     k0 = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D0], KD0.layout)
     k1 = k0
     c = gl.arange(0, COLUMNS, gl.SliceLayout(1, LINES))
-    _queries, rows, there = columns_of(first, s0, hi, H, g, h, c)
-    where = Q + (rows * (D0 + D1))[:, None]
-    q0.store(gl.load(where + gl.arange(0, D0, gl.SliceLayout(0, LINES))[None, :], mask=there[:, None], other=0.0))
+    _queries, rows, there = rows_at(c, first, s0, hi, H, g, h)
+    load_columns(q0, Q + rows * (D0 + D1), there, 0, D0, LINES)
     if D1 > 0:
         q1 = gl.allocate_shared_memory(dtype, [COLUMNS, D1], gl.NVMMASharedLayout.get_default_for([COLUMNS, D1], dtype))
         k1 = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D1], KD1.layout)
-        columns = D0 + gl.arange(0, D1, gl.SliceLayout(0, LINES))
-        q1.store(gl.load(where + columns[None, :], mask=there[:, None], other=0.0))
+        load_columns(q1, Q + rows * (D0 + D1), there, D0, D1, LINES)
     heads = gl.allocate_shared_memory(
         gl.float16, [NQ, COLUMNS], gl.NVMMASharedLayout.get_default_for([NQ, COLUMNS], gl.float16)
     )
@@ -219,11 +220,7 @@ def importance_overlapped(
     betweens = gl.allocate_shared_memory(
         gl.float16, [CONSUMERS, NQ, KEYS], gl.NVMMASharedLayout.get_default_for([NQ, KEYS], gl.float16)
     )
-    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(there.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    there, free = barriers(STAGES, 1)
     fence_async_shared()
     keys = (k0, k1, there)
     gl.warp_specialize(

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import triton
 
+from nsa.kernels.triton.strided_overlapped import CONSUMERS, ROWS
 from nsa.kernels.triton.tiles import Ring, Tile, widths
 
 LOG2E = 1.4426950408889634
-ROWS_OVERLAPPED = 128  # of a program of `strided_overlapped` and `importance_overlapped`
-KEYS_OVERLAPPED = 64  # of a tile of `importance_overlapped`
+ROWS_OVERLAPPED = CONSUMERS.value * ROWS.value  # of a program
 MOST_PROGRAMS = 65535  # of a grid's second and third dimension, on every GPU
 
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.triton.strided_overlapped import CONSUMERS, FIELDS, ROWS, load_tile
+from nsa.kernels.triton.strided_overlapped import CONSUMERS, FIELDS, ROWS, barriers, load_tile
 
 KEYS = gl.constexpr(64)  # of a sub-block
 WIDTH = gl.constexpr(
@@ -140,11 +140,7 @@ def selected_forward_tma(
         k.index(part).store(gl.load(K + (at * DK)[:, None] + (part * WIDTH + columns), mask=inside, other=0.0))
     columns = gl.arange(0, DV, gl.SliceLayout(0, LINES))[None, :]
     v.store(gl.load(V + (at * DV)[:, None] + columns, mask=inside, other=0.0))
-    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(there.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    there, free = barriers(STAGES, 1)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -21,9 +21,12 @@ from nsa.kernels.triton.strided_overlapped import (
     CONSUMERS,
     ROWS,
     empty_ring,
+    is_seen,
+    load_columns,
     load_tiles,
     place_of,
     rows_of,
+    shared_rows,
     start_scores,
     tiles_of,
     two_parts,
@@ -48,11 +51,7 @@ def probabilities(
     """Return the gated probabilities of a tile of scores."""
     p = gl.exp2(s * qk - lse[:, None])
     if MASKED:
-        n = (n0 + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT)))[None, :]
-        seen = (n * STRIDE + OFFSET <= t[:, None]) & (n < N)
-        if WINDOWED:
-            seen = seen & (t[:, None] - n < WINDOW)
-        p = gl.where(seen, p, 0.0)
+        p = gl.where(is_seen(n0, t, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED, S_LAYOUT), p, 0.0)
     return p
 
 
@@ -90,13 +89,6 @@ def add_tiles(
             s, dq0 = warpgroup_mma_wait(0, deps=[following, dq0])
         mbarrier.arrive(k_free.index(j % STAGES), count=1)
     return s, dq0, dq1
-
-
-@gluon.jit
-def load_columns(target, where, there, FIRST: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr):
-    """Load columns FIRST ... FIRST + WIDTH - 1 of rows into shared memory; zeros for rows that are not there."""
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
-    target.store(gl.load(where[:, None] + column[None, :], mask=there[:, None], other=0.0))
 
 
 @gluon.jit
@@ -190,10 +182,8 @@ def strided_dq_overlapped(
     first = (gl.cdiv(S, BQ) - 1 - gl.program_id(0) // BG) * BQ
     s0, S, key0, N = place_of(SEQUENCES, b, S, N, WINDOWED, PACKED)
     start, tiles, inside, whole = tiles_of(first, BQ, S, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED)
-    q0, q1 = two_parts(dtype, ROWS, D0, D1)
-    do = gl.allocate_shared_memory(
-        dtype, [CONSUMERS, ROWS, DV], gl.NVMMASharedLayout.get_default_for([ROWS, DV], dtype)
-    )
+    q0, q1 = two_parts(dtype, D0, D1)
+    do = shared_rows(dtype, DV)
     keys, values, k_free, v_free = empty_ring(KD0, KD1, VD, D0, D1, DV, BN, STAGES)
     gl.warp_specialize(
         [

@@ -48,16 +48,8 @@ def place_of(SEQUENCES, b, S, N, WINDOWED: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.jit
 def tiles_of(
-    first,
-    BQ: gl.constexpr,
-    S,
-    N,
-    WINDOW,
-    STRIDE: gl.constexpr,
-    OFFSET: gl.constexpr,
-    BN: gl.constexpr,
-    WINDOWED: gl.constexpr,
-):
+    first, BQ: gl.constexpr, S, N, WINDOW, STRIDE: gl.constexpr, OFFSET: gl.constexpr, BN: gl.constexpr, WINDOWED: gl.constexpr
+):  # fmt: skip
     """Return, for queries first ... first + BQ - 1, their first key, their tiles of keys, and which of these have no masks:
     from ``inside`` to ``whole`` - 1, never the last.
     """
@@ -73,21 +65,65 @@ def tiles_of(
 
 
 @gluon.jit
-def rows_of(consumer, first, s0, S, H, g, h: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a consumer's queries, their rows [tokens, heads] and which of them are there."""
-    r = consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+def is_seen(
+    n0, t, N, WINDOW, STRIDE: gl.constexpr, OFFSET: gl.constexpr, BN: gl.constexpr, WINDOWED: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return which of keys n0 ... n0 + BN - 1 queries t see."""
+    n = (n0 + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT)))[None, :]
+    seen = (n * STRIDE + OFFSET <= t[:, None]) & (n < N)
+    if WINDOWED:
+        seen = seen & (t[:, None] - n < WINDOW)
+    return seen
+
+
+@gluon.jit
+def rows_at(r, first, s0, S, H, g, h: gl.constexpr):
+    """Return the queries of a program's rows r, their rows [tokens, heads] and which of them are there."""
     t = first + r // h
     return t, (s0 + t).to(gl.int64) * H + g * h + r % h, (r < ROWS * CONSUMERS // h * h) & (t < S)
 
 
 @gluon.jit
-def two_parts(dtype: gl.constexpr, N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
-    """Return shared memory for both parts of N rows of each consumer; the first one twice where there is no second."""
-    x0 = gl.allocate_shared_memory(dtype, [CONSUMERS, N, D0], gl.NVMMASharedLayout.get_default_for([N, D0], dtype))
+def rows_of(consumer, first, s0, S, H, g, h: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return `rows_at` of a consumer's rows."""
+    return rows_at(consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), first, s0, S, H, g, h)
+
+
+@gluon.jit
+def load_columns(target, where, there, FIRST: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr):
+    """Load columns FIRST ... FIRST + WIDTH - 1 of rows into shared memory; zeros for rows that are not there."""
+    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
+    target.store(gl.load(where[:, None] + column[None, :], mask=there[:, None], other=0.0))
+
+
+@gluon.jit
+def shared_rows(dtype: gl.constexpr, D: gl.constexpr):
+    """Return shared memory for the rows of each consumer."""
+    return gl.allocate_shared_memory(
+        dtype, [CONSUMERS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    )
+
+
+@gluon.jit
+def two_parts(dtype: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
+    """Return `shared_rows` of both parts; the first one twice where there is no second."""
+    x0 = shared_rows(dtype, D0)
     x1 = x0
     if D1 > 0:
-        x1 = gl.allocate_shared_memory(dtype, [CONSUMERS, N, D1], gl.NVMMASharedLayout.get_default_for([N, D1], dtype))
+        x1 = shared_rows(dtype, D1)
     return x0, x1
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, readers: gl.constexpr):
+    """Return the barriers at which a stage's tile is there, and at which its ``readers`` have freed it. A fence must follow."""
+    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(there.index(i), count=1)
+        mbarrier.init(free.index(i), count=readers)
+    return there, free
 
 
 @gluon.jit
@@ -100,15 +136,8 @@ def empty_ring(
     if D1 > 0:
         k1 = gl.allocate_shared_memory(KD0.dtype, [STAGES, BN, D1], KD1.layout)
     v = gl.allocate_shared_memory(VD.dtype, [STAGES, BN, DV], VD.layout)
-    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_there.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=CONSUMERS)
-        mbarrier.init(v_there.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=CONSUMERS)
+    k_there, k_free = barriers(STAGES, CONSUMERS)
+    v_there, v_free = barriers(STAGES, CONSUMERS)
     fence_async_shared()
     return (k0, k1, k_there), (v, v_there), k_free, v_free
 
@@ -162,11 +191,7 @@ def softmax(
 ):  # fmt: skip
     """Return the probabilities of a tile of scores as an operand, the new sum and maximum of rows, and how outputs shrink."""
     if MASKED:
-        n = (n0 + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT)))[None, :]
-        seen = (n * STRIDE + OFFSET <= t[:, None]) & (n < N)
-        if WINDOWED:
-            seen = seen & (t[:, None] - n < WINDOW)
-        s = gl.where(seen, s, float("-inf"))
+        s = gl.where(is_seen(n0, t, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED, S_LAYOUT), s, float("-inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * qk)
     if MASKED:
         finite = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -189,23 +214,8 @@ def attend_to(
     for j in range(lo, hi):
         following = start_scores(q0, q1, keys, j + 1, D1, BN, STAGES, S_LAYOUT)
         p, total, top, shrink = softmax(
-            s,
-            total,
-            top,
-            values[0],
-            start + j * BN,
-            t,
-            N,
-            WINDOW,
-            qk,
-            STRIDE,
-            OFFSET,
-            BN,
-            MASKED,
-            WINDOWED,
-            S_LAYOUT,
-            O_LAYOUT,
-        )
+            s, total, top, values[0], start + j * BN, t, N, WINDOW, qk, STRIDE, OFFSET, BN, MASKED, WINDOWED, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
         acc = start_output(p, acc * shrink, values, j, STAGES)
         # The output is waited for in the same turn: ptxas orders all products where one is under way from turn to turn.
         s, acc = warpgroup_mma_wait(0, deps=[following, acc])
@@ -226,12 +236,9 @@ def consume(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     q0, q1 = q0s.index(consumer), q1s.index(consumer)
     _queries, rows, there = rows_of(consumer, first, s0, S, H, g, h, LINES)
-    where = Q + (rows * (D0 + D1))[:, None]
-    q0.store(gl.load(where + gl.arange(0, D0, gl.SliceLayout(0, LINES))[None, :], mask=there[:, None], other=0.0))
+    load_columns(q0, Q + rows * (D0 + D1), there, 0, D0, LINES)
     if D1 > 0:
-        q1.store(
-            gl.load(where + (D0 + gl.arange(0, D1, gl.SliceLayout(0, LINES)))[None, :], mask=there[:, None], other=0.0)
-        )
+        load_columns(q1, Q + rows * (D0 + D1), there, D0, D1, LINES)
     fence_async_shared()
     t, at, is_there = rows_of(consumer, first, s0, S, H, g, h, S_LAYOUT)
     acc = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
@@ -258,23 +265,8 @@ def consume(
             WINDOWED, S_LAYOUT, O_LAYOUT,
         )  # fmt: skip
         p, total, top, shrink = softmax(
-            s,
-            total,
-            top,
-            values[0],
-            start + last * BN,
-            t,
-            N,
-            WINDOW,
-            qk,
-            STRIDE,
-            OFFSET,
-            BN,
-            True,
-            WINDOWED,
-            S_LAYOUT,
-            O_LAYOUT,
-        )
+            s, total, top, values[0], start + last * BN, t, N, WINDOW, qk, STRIDE, OFFSET, BN, True, WINDOWED, S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=[start_output(p, acc * shrink, values, last, STAGES)])
     some = total > 0
     share = gl.convert_layout(1.0 / gl.where(some, total, 1.0), gl.SliceLayout(1, O_LAYOUT))
@@ -298,7 +290,7 @@ def strided_overlapped(
     first = (gl.cdiv(S, BQ) - 1 - gl.program_id(0) // BG) * BQ
     s0, S, key0, N = place_of(SEQUENCES, b, S, N, WINDOWED, PACKED)
     start, tiles, inside, whole = tiles_of(first, BQ, S, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED)
-    q0, q1 = two_parts(dtype, ROWS, D0, D1)
+    q0, q1 = two_parts(dtype, D0, D1)
     keys, values, k_free, v_free = empty_ring(KD0, KD1, VD, D0, D1, DV, BN, STAGES)
     gl.warp_specialize(
         [
