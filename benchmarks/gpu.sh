@@ -22,7 +22,7 @@ for stage in ${2:-tests attention decode train}; do
     gluon)
       cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"
       timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --rings --shapes paper 125m \
-        --kernels compressed importance selected sliding compressed_dq sliding_dq --minutes 3.5 \
+        --kernels compressed importance selected sliding compressed_dq sliding_dq compressed_dkv sliding_dkv --minutes 3.5 \
         > "$out/gluon.txt" || status=$?
       timeout 120 python -m pytest "${plugin[@]}" tests_gpu/kernels -m gpu -k in_gluon -q --artifacts "$out/gpu_artifacts" \
         >> "$out/gluon.txt" || status=$? ;;

@@ -43,11 +43,12 @@ IGNORED = {
     "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
-# The rings that are tried, by kernel: those of two read stages in turns, of tiles of 64.
+# The rings that are tried, by kernel: of keys, of the rows of dk and dv; two kernels read stages in turns, of tiles of 64.
 RINGS = {
     **dict.fromkeys(
         ("compressed", "sliding", "compressed_dq", "sliding_dq"), (Ring(64, 2), Ring(64, 3), Ring(64, 4), Ring(128, 2))
     ),
+    **dict.fromkeys(("compressed_dkv", "sliding_dkv"), (Ring(32, 2), Ring(32, 4), Ring(64, 2), Ring(64, 3))),
     **dict.fromkeys(("importance", "selected"), (Ring(64, 2), Ring(64, 4))),
 }
 Call = Callable[[], Any]

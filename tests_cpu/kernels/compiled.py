@@ -120,14 +120,19 @@ def record_launches(
 
 
 def record_gluon(problem: Problem) -> list[Launch]:
-    """Return the launches of a forward that Gluon's kernels serve."""
+    """Return the launches of a forward and its backward that Gluon's kernels serve."""
     from nsa.kernels.triton import block_schedule, branches, selection_schedule
     from nsa.kernels.triton.tiles import Ring
 
-    ring = Ring(64, 3) if problem.d_k + problem.d_v <= 320 else Ring(32, 2)
+    def ring(kernel: str, *_: Any) -> Ring:
+        width = problem.d_k + problem.d_v
+        if kernel.endswith("dkv"):
+            return Ring(64, 2) if width <= 256 else Ring(32, 4)
+        return Ring(64, 3) if width <= 320 else Ring(32, 2)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in (branches, block_schedule, selection_schedule):
-            monkeypatch.setattr(module, "ring", lambda *_: ring)
+            monkeypatch.setattr(module, "ring", ring)
         launched = [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some]
     return list({launch.name: launch for launch in launched if launch.is_gluon}.values())
 
@@ -187,7 +192,9 @@ def ptxas(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def loops_of(cubin: bytes, path: Path) -> list[list[str]]:
-    """Return the operations, such as 'MUFU.EX2', of each innermost loop of machine code; ``path`` is written."""
+    """Return the operations of each innermost loop of machine code, such as 'MUFU.EX2', and 'WARPGROUP.DEPBAR.LE:0x2' where all
+    but two products are waited for; ``path`` is written.
+    """
     from triton import knobs
 
     path.write_bytes(cubin)
@@ -199,7 +206,7 @@ def loops_of(cubin: bytes, path: Path) -> list[list[str]]:
         if label := re.match(r"(\.L_\S+):", line):
             starts[label[1]] = len(operations)
         elif step := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)(.*);", line):
-            operations.append(step[1])
+            operations.append(step[1] if "DEPBAR" not in step[1] else f"{step[1]}:{step[2].split()[-1]}")
             back = re.search(r"\((\.L_\S+)\)", step[2])
             if step[1].startswith("BRA") and back and back[1] in starts:
                 found.append((starts[back[1]], len(operations)))

@@ -58,42 +58,63 @@ def assert_attends(
         torch.testing.assert_close(lse[mine].double(), sums, rtol=1e-5, atol=1e-5)
 
 
-def assert_gives_dq(
-    lengths: list[int],
-    H: int,
-    G: int,
-    d_k: int,
-    d_v: int,
-    places: branches.Places,
-    bn: int,
-    stages: int,
-    *,
+def backward_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, places: branches.Places, scale: float
+) -> tuple[branches.Rows, list[torch.Tensor], list[torch.Tensor]]:
+    """Return what the backward needs of the rows of one sequence, the gradients of q, k and v in float64, and of each the root of
+    the sum of its squared terms, by which its rounding errors spread.
+    """
+    G, h = k.shape[1], q.shape[1] // k.shape[1]
+    out, sums = attended(q, k, v, places, scale)
+    q, grad, out = (x.double().unflatten(1, (G, h)) for x in (q, grad, out))
+    k, v = k.double(), v.double()
+    t, n = torch.arange(len(q))[:, None], torch.arange(len(k))[None]
+    seen = (n * places.stride + places.offset <= t) & (t - n < places.window)
+    lse, delta = torch.where(sums == -math.inf, math.inf, sums * branches.LOG2E), (out * grad).sum(-1)
+    scores = torch.einsum("tghd,ngd->tghn", q, k) * scale
+    p = torch.where(seen[:, None, None], (scores - lse.unflatten(1, (G, h))[..., None] / branches.LOG2E).exp(), 0.0)
+    ds = scale * p * (torch.einsum("tghd,ngd->tghn", grad, v) - delta[..., None])
+    gradients, spreads = (
+        [
+            torch.einsum("tghn,ngd->tghd", f(ds), f(k)).flatten(1, 2),
+            torch.einsum("tghn,tghd->ngd", f(ds), f(q)),
+            torch.einsum("tghn,tghd->ngd", f(p), f(grad)),
+        ]
+        for f in (torch.clone, torch.square)
+    )
+    return branches.Rows(lse.float(), delta.flatten(1).float()), gradients, [x.sqrt() for x in spreads]
+
+
+def assert_gives_gradients(
+    of: str, lengths: list[int], H: int, G: int, d_k: int, d_v: int, places: branches.Places, bn: int, stages: int, *,
     add: bool = False,
-) -> None:
-    """Compare the gradient of q by a random gradient of the output."""
+) -> None:  # fmt: skip
+    """Compare the gradient ``of`` q ('dq'), or those of k and v ('dkv'), by a random gradient of the output."""
     rows, of_tokens, of_keys = rows_and_keys(lengths, places)
     tokens, keys, scale = sum(lengths), of_keys[-1].stop, 0.2
     q, k, v = torch.randn(tokens, H, d_k).half(), torch.randn(keys, G, d_k).half(), torch.randn(keys, G, d_v).half()
-    grad, before = torch.randn(tokens, H, d_v).half(), torch.randn(tokens, H, d_k).half()
-    wanted, lse, delta = (
-        torch.empty(tokens, H, d_k, dtype=torch.float64),
-        torch.empty(tokens, H),
-        torch.empty(tokens, H),
-    )
-    for mine, seen in zip(of_tokens, of_keys, strict=True):
-        exact = q[mine].double().requires_grad_()
-        out, sums = attended(exact, k[seen], v[seen], places, scale)
-        (wanted[mine],) = torch.autograd.grad(out, exact, grad[mine].double())
-        lse[mine] = torch.where(sums == -math.inf, math.inf, sums * branches.LOG2E).detach()
-        delta[mine] = (out * grad[mine]).sum(-1).detach()
-    dq = before.clone() if add else torch.full_like(before, math.nan)
+    grad = torch.randn(tokens, H, d_v).half()
+    found = [torch.randn_like(q) if add else torch.full_like(q, math.nan), torch.empty(0), torch.empty(0)]
+    before = found[0].double() if add else 0.0
+    parts = [
+        backward_of(q[mine], k[seen], v[seen], grad[mine], places, scale)
+        for mine, seen in zip(of_tokens, of_keys, strict=True)
+    ]
+    of_rows = branches.Rows(torch.cat([part[0].lse for part in parts]), torch.cat([part[0].delta for part in parts]))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(branches, "ring", lambda *_: Ring(bn, stages))
-        monkeypatch.setattr(branches.strided_backward, "strided_dq", None)  # what serves is Gluon's
-        branches.strided_dq(grad, q, k, v, branches.Rows(lse, delta), dq, rows, places, scale, add=add)
-    # Of a query: ds is rounded to 11 bits, sums are of at most as many terms as keys, and the result is rounded.
-    bound = 2**-11 * scale * float(k.abs().max()) * float(grad.abs().max()) * float(v.abs().max()) * d_v**0.5 + 2**-9
-    torch.testing.assert_close(dq.double(), wanted + (before.double() if add else 0.0), rtol=2**-10, atol=bound)
+        monkeypatch.setattr(branches.strided_backward, f"strided_{of}", None)  # what serves is Gluon's
+        if of == "dq":
+            branches.strided_dq(grad, q, k, v, of_rows, found[0], rows, places, scale, add=add)
+        else:
+            found[1:] = branches.strided_dkv(grad, q, k, v, of_rows, rows, places, scale)
+    for i in [0] if of == "dq" else [1, 2]:
+        wanted, spread = (torch.cat([part[j][i] for part in parts]) for j in (1, 2))
+        wanted = wanted + before if i == 0 else wanted
+        # Terms have a factor that is rounded to 11 bits, at random; the result is rounded, a few halves below its normal numbers.
+        excess = (found[i].double() - wanted).abs() - (2**-9 * spread + 2**-10 * wanted.abs() + 1e-5)
+        assert not (excess > 0).any(), f"{excess.max()} more than rounding explains"
+        assert not found[i].isnan().any()
 
 
 def assert_finds_blocks(

@@ -61,6 +61,10 @@ class Pointer:
     memory: torch.Tensor
     at: Value = 0
 
+    @property
+    def dtype(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
     def __add__(self, offset: Value) -> Pointer:
         return Pointer(self.memory, self.at + offset)
 

@@ -22,6 +22,7 @@ from nsa.kernels.triton import (
     selection_forward_tma,
     selection_schedule,
     sequences,
+    strided_dkv_overlapped,
     strided_dq_overlapped,
     strided_overlapped,
 )
@@ -31,7 +32,7 @@ from tests_cpu.kernels.gluon_checks import (
     assert_attends,
     assert_attends_to_picks,
     assert_finds_blocks,
-    assert_gives_dq,
+    assert_gives_gradients,
     listed,
 )
 
@@ -44,6 +45,10 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found = [int(torch.randint(1 << 30, ()))]
 
     def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
+        if kernel is branches.strided_backward.sum_segments:  # plain Triton
+            for parts, total in zip(arguments[:2], arguments[2:4], strict=True):
+                total.copy_(parts.sum(0))
+            return
         del settings["num_warps"]
         simulated.run(kernel, grid, *arguments, seed=found[0], **settings)
 
@@ -120,7 +125,25 @@ def test_the_gradient_of_queries(
     seeds: list[int], lengths: list[int], H: int, G: int, d_k: int, d_v: int, places: branches.Places, bn: int, stages: int,
     add: bool,
 ) -> None:  # fmt: skip
-    assert_gives_dq(lengths, H, G, d_k, d_v, places, bn, stages, add=add)
+    assert_gives_gradients("dq", lengths, H, G, d_k, d_v, places, bn, stages, add=add)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "H", "G", "d_k", "d_v", "places", "bn", "stages"),
+    [
+        ([150], 16, 2, 64, 64, branches.window(20), 16, 3),
+        ([200, 200], 16, 1, 128, 64, branches.window(64), 32, 2),
+        ([140, 5, 40], 32, 1, 64, 128, branches.window(33), 64, 2),
+        ([700], 16, 2, 64, 64, branches.compression(8, 4), 32, 3),
+        ([300, 300], 8, 1, 64, 64, branches.compression(16, 8), 16, 2),
+        ([300, 7, 700], 16, 1, 64, 64, branches.compression(8, 4), 64, 2),
+    ],
+    ids=str,
+)
+def test_the_gradients_of_keys_and_values(
+    seeds: list[int], lengths: list[int], H: int, G: int, d_k: int, d_v: int, places: branches.Places, bn: int, stages: int
+) -> None:  # fmt: skip
+    assert_gives_gradients("dkv", lengths, H, G, d_k, d_v, places, bn, stages)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +248,11 @@ def attends() -> None:
 
 
 def gives_dq() -> None:
-    assert_gives_dq([200], 8, 2, 48, 32, branches.compression(8, 4), 16, 2)
+    assert_gives_gradients("dq", [200], 8, 2, 48, 32, branches.compression(8, 4), 16, 2)
+
+
+def gives_dkv() -> None:
+    assert_gives_gradients("dkv", [100], 8, 1, 64, 64, branches.window(200), 16, 2)
 
 
 def finds_blocks() -> None:
@@ -243,6 +270,7 @@ def attends_to_picks() -> None:
         for module, works in (
             (strided_overlapped, attends),
             (strided_dq_overlapped, gives_dq),
+            (strided_dkv_overlapped, gives_dkv),
             (importance_overlapped, finds_blocks),
             (selection_forward_tma, attends_to_picks),
         )

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import triton
 
+from nsa.kernels.triton.selection_forward_tma import WIDTH
 from nsa.kernels.triton.strided_overlapped import CONSUMERS, ROWS
 from nsa.kernels.triton.tiles import Ring, Tile, widths
 
 LOG2E = 1.4426950408889634
 ROWS_OVERLAPPED = CONSUMERS.value * ROWS.value  # of a program
+COPIED = WIDTH.value  # columns of a copy of rows by TMA
 MOST_PROGRAMS = 65535  # of a grid's second and third dimension, on every GPU
 
 
@@ -71,6 +73,11 @@ def can_use_gluon(h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | No
     """Return whether a kernel in Gluon can serve: half precision, at most as many heads a group as rows, v in one part."""
     is_simple = q.element_size() == 2 and h <= ROWS_OVERLAPPED and (v is None or widths(v.shape[-1]).d1 == 0)
     return is_simple and (are_describable(k) if v is None else are_describable(k, v))
+
+
+def can_copy_rows(h: int, *tensors: torch.Tensor) -> bool:
+    """Return whether TMA copies the rows of a query and group at once: heads and columns make whole copies."""
+    return h in (8, 16, 32, 64) and all(x.shape[-1] % COPIED == 0 for x in tensors) and are_describable(*tensors)
 
 
 def even_stages(ring: Ring) -> int:

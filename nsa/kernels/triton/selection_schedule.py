@@ -20,8 +20,9 @@ from nsa.kernels.triton import (
 )
 from nsa.kernels.triton.branches import Pair, Rows
 from nsa.kernels.triton.launch import (
+    COPIED,
     LOG2E,
-    are_describable,
+    can_copy_rows,
     can_describe,
     can_use_gluon,
     descriptors,
@@ -39,7 +40,6 @@ Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 MOST_WORK = 3  # times the products of the picks alone, up to which neighbours read their blocks together
 MOST_TOGETHER = 16  # queries
-COPIED = selection_forward_tma.WIDTH.value  # columns of a copy of rows by TMA
 
 
 class Selection(NamedTuple):
@@ -169,14 +169,9 @@ def ring_of_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, selection: Selection
 ) -> Ring | None:
     """Return the ring in which rows of queries arrive by TMA; None where they do not, or heads and columns make no whole copies."""
-    h, d_k, d_v = q.shape[1] // k.shape[1], q.shape[-1], v.shape[-1]
-    fits = (
-        h in (8, 16, 32, 64)
-        and d_k % COPIED == 0
-        and d_v in (64, 128)
-        and selection.sub_block == selection_forward_tma.KEYS.value
-    )
-    can_serve = fits and can_use_gluon(h, q, k, v) and are_describable(q)
+    h, d_v = q.shape[1] // k.shape[1], v.shape[-1]
+    fits = d_v in (64, 128) and selection.sub_block == selection_forward_tma.KEYS.value
+    can_serve = fits and can_use_gluon(h, q, k, v) and can_copy_rows(h, q)
     return ring("selected", q, d_v, sequences.longest) if can_serve else None
 
 
