@@ -35,7 +35,8 @@ def announce(test: str, pid: int, began: int) -> None:
         fields = _stat(pid)
         return not os.path.isdir(folder) or not fields or fields[_STATE] in "ZX" or int(fields[_BEGAN]) != began
 
-    while not is_over() and not any(name.startswith("job-") for name in os.listdir(folder)):
+    # os.walk passes over what is deleted while it looks.
+    while not is_over() and not any(n.startswith("job-") for _, names, _ in os.walk(folder) for n in names):
         time.sleep(LOOK_S)
     if not is_over():
         _follow(folder, test, is_over)
@@ -63,11 +64,12 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
     watchers: dict[Path, Watcher] = {}
     announced: set[Path] = set()
     while not is_over():
-        jobs = [path.parent for path in Path(folder).rglob("job.json")]
-        watchers = {job: watchers.get(job) or Watcher(job) for job in jobs}
+        jobs = [Path(at) for at, _, files in os.walk(folder) if "job.json" in files]
+        watchers = {job: watcher for job, watcher in watchers.items() if job in jobs}
         now = parse(read_text(Path(test)))
-        for job, watcher in watchers.items():
+        for job in jobs:
             try:
+                watcher = watchers[job] = watchers.get(job) or Watcher(job)
                 watcher.look()
             except (OSError, ValueError):
                 continue  # the test has ended, and the session deletes the job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,9 @@ def conclude_jobs(
     Its evidence goes into the test's folder in ``run``, and its verdict into the run's list; that of the others into folders below.
     ``owner_of(pid)``: the fixture that has started a process, '' for the test.
     """
-    watched = [_watched(job) for job in sorted(base.rglob("job-*")) if (job / "job.json").is_file()]
+    # os.walk passes over what is deleted while it looks: a pytest that the test runs deletes its own jobs.
+    folders = sorted(Path(at) for at, _, files in os.walk(base) if "job.json" in files)
+    watched = [_watched(job) for job in folders if job.name.startswith("job-")]
     if occasion.reason and any(job.watch.boards for job in watched):
         time.sleep(SECOND_LOOK_S)
         for job in watched:
