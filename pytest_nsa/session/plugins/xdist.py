@@ -23,9 +23,10 @@ ANNOUNCE_S = 0.3
 class XdistHooks:
     """Registered only where xdist is: its hooks are unknown elsewhere."""
 
-    _zygote: SharedZygote | None = None
-    _announcer: threading.Thread | None = None
-    _done = threading.Event()
+    def __init__(self) -> None:
+        self._zygote: SharedZygote | None = None
+        self._announcer: threading.Thread | None = None
+        self._done = threading.Event()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -46,13 +47,14 @@ class XdistHooks:
 
     def _announce(self, paths: list[Path]) -> None:
         """Print what the workers announce, while they run: xdist itself calls no hook until a test has ended."""
-        shown = 0
+        shown = dict.fromkeys(paths, 0)  # of each: a worker may have moved to the second
         while not self._done.wait(ANNOUNCE_S):
-            texts = [entry["text"] for path in paths for entry in read_lines(path)]
-            for text in texts[shown:]:
-                sys.stdout.write(f"\n{text}\n")
-                sys.stdout.flush()
-            shown = len(texts)
+            for path in paths:
+                texts = [entry["text"] for entry in read_lines(path)]
+                for text in texts[shown[path] :]:
+                    sys.stdout.write(f"\n{text}\n")
+                    sys.stdout.flush()
+                shown[path] = len(texts)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
