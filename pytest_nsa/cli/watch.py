@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pytest_nsa.cli.foreign_folders import is_ours, with_allowed_sources
 from pytest_nsa.cli.nccl import NcclService
@@ -237,9 +237,8 @@ def watch(
     *,
     as_json: bool,
     once: bool,
-    command: VerdictCommand | None = None,
-    metrics: Path | None = None,
-    out: TextIO = sys.stdout,
+    command: VerdictCommand | None,
+    metrics: Path | None,
 ) -> int:
     """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when there is a verdict.
 
@@ -259,12 +258,12 @@ def watch(
                 written = time.monotonic()
                 write_metrics(metrics, [w.to_json() for w in watchers])
             is_over = all(w.is_over for w in watchers)
-            due = time.monotonic() - last >= (1.0 if out.isatty() else 5.0)
+            due = time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
             has_seen = any(w.boards for w in watchers)
             settled = time.monotonic() - began >= ENOUGH_S or any(w.finding is not None for w in watchers)
             if has_seen and (any(changed) or is_over or due) and not (once and not (settled or is_over)):
                 last = time.monotonic()
-                shown = _show(watchers, as_json, out, shown, nccl.lines)
+                shown = _show(watchers, as_json, shown, nccl.lines)
                 if once or is_over:
                     break
             if once and not has_seen and settled:
@@ -273,7 +272,8 @@ def watch(
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         pass
-    nccl.close()
+    finally:
+        nccl.close()
     if metrics is not None:
         write_metrics(metrics, [w.to_json() for w in watchers])
     if command is not None:
@@ -281,14 +281,14 @@ def watch(
     return int(any(w.finding is not None for w in watchers))
 
 
-def _show(watchers: list[Watcher], as_json: bool, out: TextIO, shown: int, more: list[str]) -> int:
+def _show(watchers: list[Watcher], as_json: bool, shown: int, more: list[str]) -> int:
     """Print; on a terminal over what was printed before. Returns the lines that are there now."""
     if as_json:
         for watcher in watchers:
-            print(json.dumps({**watcher.to_json(), "nccl": more}), file=out, flush=True)
+            print(json.dumps({**watcher.to_json(), "nccl": more}), flush=True)
         return 0
-    lines = [*(line for watcher in watchers for line in watcher.lines(again=out.isatty())), *more]
-    if out.isatty() and shown:
-        out.write(f"\x1b[{shown}A\x1b[J")
-    print("\n".join(lines), file=out, flush=True)
+    lines = [*(line for watcher in watchers for line in watcher.lines(again=sys.stdout.isatty())), *more]
+    if sys.stdout.isatty() and shown:
+        sys.stdout.write(f"\x1b[{shown}A\x1b[J")
+    print("\n".join(lines), flush=True)
     return len(lines)
