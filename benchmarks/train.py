@@ -76,7 +76,7 @@ def one_rank(settings: dict[str, Any]) -> dict[str, float]:
         torch.set_num_threads(config.train.threads)
     if ranks > 1:
         dist.init_process_group("gloo", store=dist.FileStore(settings["store"], ranks), rank=rank, world_size=ranks)
-    info = RankInfo(rank=rank, world_size=ranks, local_rank=rank, device=device)
+    info = RankInfo(rank=rank, world_size=ranks, device=device)
     seconds = []
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

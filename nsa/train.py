@@ -201,7 +201,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         torch.set_num_threads(config.train.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    info = RankInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+    info = RankInfo(rank=rank, world_size=world_size, device=device)
     if config.parallel.mode != "none":
         # dcp's asynchronous saves want a backend for the CPU in the default group, in some versions of torch.
         is_both = backend == "nccl" and config.checkpoint.asynchronous

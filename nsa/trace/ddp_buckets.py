@@ -106,8 +106,7 @@ def ddp_numbers(ddp: DistributedDataParallel) -> dict[str, Any]:
     """
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
-    names = ("num_parameter_tensors", "iteration", "unused_parameter_size", "backward_compute_time", "backward_comm_time",
-             "backward_compute_comm_overlap_time")  # fmt: skip
+    names = ("backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
     return {
         "bucket_sizes": [int(size) for size in str(sizes).split(",") if size.strip().isdigit()],
         **{name: logged[name] for name in names if name in logged},

@@ -28,7 +28,6 @@ class RankInfo:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 

@@ -124,7 +124,6 @@ class Trace:
 
     rank: int
     kinds: tuple[str, ...]
-    folder: Path
     step: int = 0
     buckets: list[tuple[int, str]] = field(default_factory=list)
     _gradients: GradientTrace | None = None
@@ -210,7 +209,7 @@ def make_fsdp(ctx: RankContext) -> FSDP:
 
 def make_trace(ctx: RankContext) -> Trace:
     """Return the fixture `trace` of a rank."""
-    return Trace(rank=ctx.rank, kinds=ctx.job.traces or marks.TRACES, folder=ctx.folder)
+    return Trace(rank=ctx.rank, kinds=ctx.job.traces or marks.TRACES)
 
 
 def by_name(ctx: RankContext) -> dict[str, Any]:

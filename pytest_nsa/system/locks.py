@@ -9,9 +9,9 @@ from typing import Any
 
 
 def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Return per rank (rank -> pid) the paths that it holds locks on (``holds_locks``), the one that it waits for
-    (``waits_for_lock``) and the ranks that hold that (``held_by``); and a file that it has open while another rank holds a lock
-    on it (``open_and_locked``, ``locked_by``), as it has that polls for the lock. Ranks without any are skipped.
+    """Return per rank (rank -> pid) the path of the lock that it waits for (``waits_for_lock``) and the ranks that hold that
+    (``held_by``); and a file that it has open while another rank holds a lock on it (``open_and_locked``, ``locked_by``), as it
+    has that polls for the lock. Ranks without any are skipped.
     """
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
@@ -28,7 +28,6 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
         return {}  # the open files of many ranks are many
     found: dict[int, dict[str, Any]] = {}
     for pid, rank in ranks.items():
-        mine = [inode for inode, holders in held.items() if pid in holders]
         wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
         paths, facts = _open_files(pid), dict[str, Any]()
         others = {
@@ -39,8 +38,6 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
         polled = next((i for i, holders in others.items() if holders), "")
         if polled:
             facts["open_and_locked"], facts["locked_by"] = paths[polled], others[polled]
-        if mine:
-            facts["holds_locks"] = sorted({paths.get(inode, "a file that it has no more open") for inode in mine})
         if wanted:
             facts["waits_for_lock"] = paths.get(wanted, "a file")
             facts["held_by"] = sorted({ranks[p] for p in held.get(wanted, ()) if p in ranks})

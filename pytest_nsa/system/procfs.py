@@ -22,7 +22,7 @@ LEVELS = 3  # of processes below one, that are looked at
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
     """A look at a process: state letter, wait channel, CPU seconds (those of its main thread, those in the kernel, and those of
-    the processes below it), page faults, switches, bytes written to whatever files and pipes, what its children run, how those
+    the processes below it), page faults, bytes written to whatever files and pipes, what its children run, how those
     ended that it has not waited for, and the program that it runs where that is neither this one's nor a Python.
     """
 
@@ -32,12 +32,10 @@ class ProcessState:
     kernel_s: float
     below_cpu_s: float
     faults: int
-    voluntary_switches: int
     written: int
     wchan: str
     children: tuple[str, ...]
     ended: tuple[str, ...]
-    threads: int
     rss_mib: float
     program: str = ""
 
@@ -49,9 +47,6 @@ def look_at(pid: int) -> ProcessState | None:
     if not fields:
         return None
     user, kernel = _cpu_seconds(fields)
-    switches = next(
-        (line.split()[1] for line in _read(proc / "status").splitlines() if line.startswith("voluntary_ctxt")), "0"
-    )
     children = children_of(pid)
     ended = {child: end for child in children if (end := _end_of(child))}
     return ProcessState(
@@ -61,12 +56,10 @@ def look_at(pid: int) -> ProcessState | None:
         kernel_s=kernel,
         below_cpu_s=_cpu_seconds_of(children),
         faults=int(fields[7]),
-        voluntary_switches=int(switches),
         written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
         wchan=_read(proc / "wchan").strip(),
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
         ended=tuple(ended.values()),
-        threads=int(fields[17]),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
         program=_other_program(proc),
     )
@@ -167,7 +160,6 @@ def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dic
     # Of the time that it computed.
     facts["kernel_share"] = round((after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3)
     facts["faults_per_s"] = round((after.faults - before.faults) / elapsed, 1)
-    facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
     return facts
 
 

@@ -12,7 +12,7 @@ _INODE = re.compile(r"socket:\[(\d+)\]")
 
 
 def socket_queues(pid: int) -> dict[str, int]:
-    """{'fds', 'sockets', 'unread_bytes', 'unsent_bytes'} of a process; {} where the kernel does not show them."""
+    """{'sockets', 'unread_bytes', 'unsent_bytes'} of a process; {} where the kernel does not show them."""
     try:
         entries = list(os.scandir(f"/proc/{pid}/fd"))
     except OSError:
@@ -36,7 +36,7 @@ def socket_queues(pid: int) -> dict[str, int]:
             if len(cells) > 9 and cells[9] in inodes:
                 sent, _, received = cells[4].partition(":")
                 count, unsent, unread = count + 1, unsent + int(sent, 16), unread + int(received, 16)
-    return {"fds": len(entries), "sockets": count, "unread_bytes": unread, "unsent_bytes": unsent}
+    return {"sockets": count, "unread_bytes": unread, "unsent_bytes": unsent}
 
 
 def hold_ports(count: int = 3) -> list[socket.socket]:

@@ -164,7 +164,7 @@ def full(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_another_parallelism_and_another_number_of_ranks(
     group: Group, artifacts: Path, rank_tmp_path: Path, saved_by: str, asynchronous: bool
 ) -> None:
-    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    ranks = RankInfo(rank=group.rank, world_size=2)
     folder = artifacts / "checkpoints"
     config = small(rank_tmp_path, **{"parallel.mode": saved_by, "checkpoint.asynchronous": asynchronous})
     trainer, position = trained(config, ranks, artifacts, 3)

@@ -108,7 +108,7 @@ REST = ((True, "nan"), (False, "gradient"), (False, "inf"), (True, "inf"))
 )
 def test_one_rank_s_odd_loss_changes_no_rank(group: Group, rank_tmp_path: Path, how: str, fused: bool) -> None:
     """Rank 1 has it in step 3, in the first micro-batch. No parameter and no moment changes; step 4 is as if 3 had not been."""
-    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    ranks = RankInfo(rank=group.rank, world_size=2)
     for way in WAYS:
         config = load_config(small(rank_tmp_path), **way)
         found: dict[bool, list[StepResult]] = {}
@@ -146,7 +146,7 @@ def test_one_rank_s_odd_loss_changes_no_rank(group: Group, rank_tmp_path: Path, 
 @world_size(2)
 @pytest.mark.timeout(90)
 def test_the_norm_of_gradients_is_the_same_however_ranks_share(group: Group, rank_tmp_path: Path) -> None:
-    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    ranks = RankInfo(rank=group.rank, world_size=2)
 
     def norms(config: Config, ranks: RankInfo) -> list[float]:
         trainer = Trainer(config, ranks, rank_tmp_path)
@@ -175,7 +175,7 @@ def test_a_checkpoint_from_before_the_first_update(
     group: Group, artifacts: Path, rank_tmp_path: Path, fused: bool
 ) -> None:
     """Step 1 was skipped, so the optimizer has nothing to save: a run that goes on from there is the same to the bit."""
-    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    ranks = RankInfo(rank=group.rank, world_size=2)
     for number, way in enumerate(WAYS[:1] + WAYS[3:6:2]):  # ddp, and both versions of fsdp
         config = load_config(small(rank_tmp_path), **way)
         trainers = [Trainer(config, ranks, rank_tmp_path) for _ in range(2)]

@@ -82,7 +82,7 @@ WAYS: dict[str, list[tuple[str, int, bool, dict[str, Any]]]] = {
 @world_size(2)
 @pytest.mark.timeout(170)
 def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: Path, which: str) -> None:
-    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    ranks = RankInfo(rank=group.rank, world_size=2)
     truth, alone = train(configured(**divided(1, 1)), RankInfo(), artifacts)
     expected = gradients(alone)
     assert truth[-1] < truth[0] - 0.2
@@ -107,7 +107,7 @@ SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("ddp", "fs
 @world_size(2)
 @pytest.mark.timeout(60)
 def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path, mode: str) -> None:
-    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    ranks = RankInfo(rank=group.rank, world_size=2)
     config = configured(**{"parallel.mode": mode, **divided(2, 1)})
     once, _ = train(config, ranks, artifacts)
     twice, _ = train(config, ranks, artifacts)
@@ -128,7 +128,7 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
 @world_size(2)
 @pytest.mark.timeout(60)
 def test_the_files_of_fsdp_have_its_name_and_the_dtypes_that_it_computes_in(group: Group, artifacts: Path) -> None:
-    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    ranks = RankInfo(rank=group.rank, world_size=2)
     settings = {"parallel.mode": "fsdp", "train.dtype": "bf16", "trace.mem_dump_every": 1}
     trainer = Trainer(configured(**settings, **divided(2, 1)), ranks, artifacts)
     seen = []

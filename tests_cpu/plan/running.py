@@ -83,9 +83,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     if row.check == "resume":
         kill_and_resume(ROOT / "configs" / size.config, {**overrides, **changed, "train.log_every": 1}, group, folder)
         return
-    ranks = RankInfo(
-        rank=group.rank, world_size=group.world_size, local_rank=group.rank, device=torch.device(group.device)
-    )
+    ranks = RankInfo(rank=group.rank, world_size=group.world_size, device=torch.device(group.device))
     torch.manual_seed(config.train.seed)
     model = build_model(config, ranks.device)
     skip_where_it_tells_nothing(row, group, model)

@@ -23,14 +23,13 @@ Weights = Mapping[str, Mapping[str, float]]  # by kind of edit, by term
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The best edit, its probability, the next best one that differs in edit or ranks, and the terms that decided.
+    """The best edit, its probability, and the terms that decided against the next best one that differs in edit or ranks.
 
     ``terms`` are (name, by how much the term raises the score above the next one's), the largest first.
     """
 
     candidate: Candidate
     probability: float
-    rival: Candidate | None
     terms: tuple[tuple[str, float], ...]
 
     @property
@@ -57,7 +56,7 @@ def explain(evidence: Evidence, entered: Calls) -> Explanation | None:
     named = candidate.edit.cause, candidate.ranks
     alike = sum(math.exp(score - best) for score, _, c in scored if (c.edit.cause, c.ranks) == named)
     rival = next((c for _, _, c in scored if (c.edit.cause, c.ranks) != named), None)
-    return Explanation(candidate, alike / total, rival, _terms(candidate, rival))
+    return Explanation(candidate, alike / total, _terms(candidate, rival))
 
 
 def _score(candidate: Candidate) -> float:
