@@ -1,9 +1,9 @@
-"""Which modules' backward ran. Full backward hooks are dear on every module, so they sit at block level by default."""
+"""Which modules' backward ran. Full backward hooks are dear on every module, so they sit at block level."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -27,12 +27,12 @@ def block_level(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class ModuleBackwardTrace:
     """Logs ``[MODULE-BWD] step=1 module=blocks.4.attn`` as each module's backward ends, and then those never reached."""
 
-    def __init__(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.step = 1
         self.reached: list[str] = []
         self._names: list[str] = []
         self._handles: list[Any] = []
-        for name, module in modules if modules is not None else block_level(model):
+        for name, module in block_level(model):
             plain = plain_name(name)
             self._names.append(plain)
             self._handles.append(module.register_full_backward_hook(self._hook(plain)))

@@ -116,12 +116,12 @@ class _Drawing:
     def exit(self, text: str, kind: str) -> None:
         """An exit of the question above: an elbow, and what it leads to."""
         self.parts.append(tag("path", d=f"M18 {self.y} v13 h14", class_=kind))
-        self.line(text, kind, x=38)
+        self.line(text, kind)
 
-    def line(self, text: str, kind: str, x: int = 38) -> None:
+    def line(self, text: str, kind: str) -> None:
         """A line of text below what is there; long text takes several."""
         lines = textwrap.wrap(text, LETTERS)[:3] or [""]
-        self._text(lines, x, self.y + 17, kind)
+        self._text(lines, 38, self.y + 17, kind)
         self.y += len(lines) * LINE + 3
 
     def arrow(self, answer: str | None) -> None:

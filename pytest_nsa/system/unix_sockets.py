@@ -46,14 +46,14 @@ def accept(listener: socket.socket) -> socket.socket | None:
     return None
 
 
-def connect(name: str, limit_s: float | None = None) -> socket.socket:
+def connect(name: str) -> socket.socket:
     """Connect to a `Listener`. Raise OSError when no process listens, PermissionError when it is another user, and TimeoutError
-    where its queue has no place within ``limit_s`` seconds (default: `CONNECT_S`).
+    where its queue has no place within `CONNECT_S` seconds.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _address_of(name) as address:
-            _connect(connection, address, CONNECT_S if limit_s is None else limit_s)
+            _connect(connection, address, CONNECT_S)
         if _peer_user(connection) != os.getuid():
             raise PermissionError(f"the socket {name} belongs to another user")
     except OSError:

@@ -121,7 +121,7 @@ class Checksums:
                 sums = [math.fsum(norms[: len(parameters)]), math.fsum(norms[len(parameters) :])]
                 self._before[self._number_of(model)] = sums
 
-    def after_update(self, step: int, optimizer: Optimizer | None = None) -> None:
+    def after_update(self, step: int, optimizer: Optimizer) -> None:
         """The parameters in what was trained, where DDP keeps them equal; after local steps it does not."""
         self._has_updated, self._optimizer = True, optimizer
         for root in alive(self._trained):
