@@ -29,7 +29,6 @@ from pytest_nsa.system.disk_space import (
     reserve,
     where_there_is_room,
 )
-from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import append, append_line, read_lines, read_text, write_atomically
 
@@ -211,8 +210,3 @@ class RunFolder:
     def notices(self) -> list[str]:
         """Return what `report` reported, by any worker."""
         return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / NOTICES)))
-
-
-def discard(folder: Path) -> None:
-    """Delete a test's folder that this run made."""
-    remove_tree(folder)

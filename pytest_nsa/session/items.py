@@ -62,7 +62,7 @@ class RankFailure(Exception):
         raise AttributeError(f"a failure of ranks has no attribute {name!r}")
 
 
-def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -> RankFailure:
+def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool) -> RankFailure:
     """Return the failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...).
 
     With ``shown`` it is a BdbQuit too: --pdb has attached to the rank, and pytest shall not show the host's frames.
@@ -215,10 +215,6 @@ def warn_again(item: pytest.Item, evidence: Evidence) -> None:
         )
 
 
-class RankedFunction(Ranked):
-    """A function or a method."""
-
-
 class RankedTestCase(Ranked, TestCaseFunction):
     """A method of a unittest.TestCase: setUp, tearDown, setUpClass and clean-ups run in each rank."""
 
@@ -239,8 +235,6 @@ def may_be_ranked(item: pytest.Item) -> bool:
 @functools.cache
 def _ranked(kind: type[pytest.Function]) -> type[Ranked]:
     """Return the class of the ranked form of items of a class."""
-    if kind is pytest.Function:
-        return RankedFunction
     return type(f"Ranked{kind.__name__}", (Ranked, kind), {})
 
 

@@ -13,9 +13,10 @@ import pytest
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.marks import MAX_WORLD_SIZE
 from pytest_nsa.rank.context import current_rank
-from pytest_nsa.session.folders import discard, safe_name
+from pytest_nsa.session.folders import safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
 from pytest_nsa.session.outcome import Outcome
+from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire.messages import Job, plain_nodeid
 
 failed_key = pytest.StashKey[bool]()
@@ -82,7 +83,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             runner.recorder.add(folder, verdict)
     elif not runner.settings.keep_passed:
         for folder in folders:
-            discard(folder)
+            remove_tree(folder)
 
 
 def _check(

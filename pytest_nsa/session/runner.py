@@ -22,7 +22,7 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.session.bisect import Run, Variation, bisect
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
-from pytest_nsa.session.folders import RunFolder, discard, safe_name
+from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
 from pytest_nsa.session.masking import mask_files, mask_snapshots, shown_ids
@@ -31,6 +31,7 @@ from pytest_nsa.session.outer.launcher import Attachment
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
 from pytest_nsa.settings import Settings
+from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import append_line, read_lines, write_json
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
@@ -141,7 +142,7 @@ class RankRunner:
         if self.attachment is not None:
             self.recorder.add(folder, verdict)
         if not keep and verdict.outcome in ("PASS", "SKIP"):
-            discard(folder)
+            remove_tree(folder)
         return verdict, evidence
 
     def _bisect(self, item: pytest.Function, needs: Needs, run: Run) -> str:

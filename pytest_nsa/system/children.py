@@ -93,11 +93,8 @@ def _expected() -> set[int]:
 
 def _describe(pid: int) -> tuple[str, str]:
     """State letter and command line of a child."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z", ""
-    return state, command_line(pid) or "?"
+    fields = stat_of(Path(f"/proc/{pid}"))
+    return (fields[0], command_line(pid) or "?") if fields else ("Z", "")
 
 
 def _end(pid: int) -> None:

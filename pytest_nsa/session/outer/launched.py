@@ -17,22 +17,18 @@ import pytest
 from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher, child_environment
 from pytest_nsa.system.disk_space import private_folder, where_there_is_room
-from pytest_nsa.system.procfs import stat_of
+from pytest_nsa.system.procfs import began
 from pytest_nsa.wire.files import append_line, write_atomically
 
 outer_key = pytest.StashKey[Any]()  # the hooks of an outer launcher, where there is one
 LOG, SETUP = "session.jsonl", "session.json"
 _PREFIX = "launch-"
-_START_TIME = 19  # of the fields of /proc/PID/stat
 
 
 def launch_key(outer: OuterLauncher) -> str:
     """Return what the processes of one launch on this machine have in common, and no other launch has."""
     parent = os.getppid()
-    fields = stat_of(Path(f"/proc/{parent}"))
-    began = fields[_START_TIME] if len(fields) > _START_TIME else ""
-    attempt = outer.attempt
-    text = f"{parent} {began} {outer.address}:{outer.port} {outer.world_size} {attempt}"
+    text = f"{parent} {began(parent)} {outer.address}:{outer.port} {outer.world_size} {outer.attempt}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
