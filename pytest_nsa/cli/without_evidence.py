@@ -166,9 +166,10 @@ class Unaided:
             facts[rank] = difference(then, now, elapsed)
             self._shares[rank] = facts[rank]["cpu_share"]
             moves = stacks != earlier or facts[rank]["main_cpu_share"] >= 0.5
-            self._still_since[rank] = began if moves or rank not in self._still_since else self._still_since[rank]
             if moves:
-                self._still_since.pop(rank)
+                self._still_since.pop(rank, None)
+            else:
+                self._still_since.setdefault(rank, began)
             self._stacks[rank] = stacks
         self.finding = self._diagnosed(facts, {rank: now for rank, (now, *_) in after.items()})
 

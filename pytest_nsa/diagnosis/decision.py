@@ -134,8 +134,7 @@ def most_frequent(failed: Mapping[str, Verdict]) -> dict[str, Verdict]:
 
 def surest(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
     """Return the verdict with the highest confidence; among equals, the first."""
-    order = sorted(failed.items(), key=lambda entry: (-entry[1].confidence, list(failed).index(entry[0])))
-    return order[0]
+    return max(failed.items(), key=lambda entry: entry[1].confidence)
 
 
 def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], name: str, first: Verdict) -> str:

@@ -38,11 +38,8 @@ def short_place(where: str) -> str:
 
 def headline(verdict: Verdict) -> str:
     """'HANG: rank 1 of 2, lock_deadlock, at tests/x.py:12 in backward'."""
-    who = verdict.culprits() if verdict.ranks else "no rank in particular"
-    of = f" of {verdict.world_size}" if len(verdict.ranks) == 1 and verdict.world_size > 1 else ""
     where = f", at {short_place(verdict.where)}" if verdict.where else ""
-    sure = "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
-    return visible(f"{verdict.outcome}: {who}{of}, {verdict.cause or 'no cause'}{sure}{where}")
+    return visible(f"{verdict.outcome}: {_who(verdict)}, {verdict.cause or 'no cause'}{_sure(verdict)}{where}")
 
 
 def brief(verdict: Verdict, test_file: Path) -> str:
@@ -54,10 +51,15 @@ def brief(verdict: Verdict, test_file: Path) -> str:
     place = "" if match is None else f"{match['file']}:{match['line']} "
     if match is not None and Path(match["file"]).name == test_file.name:
         place = f"{test_file.name}:{match['line']} "
-    who = verdict.culprits() if verdict.ranks else "no rank in particular"
-    of = f" of {verdict.world_size}" if len(verdict.ranks) == 1 and verdict.world_size > 1 else ""
-    sure = "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
-    return visible(f"{place}{verdict.cause or 'no cause'}, {who}{of}{sure}")
+    return visible(f"{place}{verdict.cause or 'no cause'}, {_who(verdict)}{_sure(verdict)}")
+
+
+def _who(verdict: Verdict) -> str:
+    return verdict.culprits() + (f" of {verdict.world_size}" if len(verdict.ranks) == 1 < verdict.world_size else "")
+
+
+def _sure(verdict: Verdict) -> str:
+    return "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
 
 
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
