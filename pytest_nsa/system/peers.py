@@ -10,7 +10,7 @@ import socket
 import struct
 from pathlib import Path
 
-from pytest_nsa.system.procfs import stat_of
+from pytest_nsa.system.procfs import open_files, stat_of
 
 # read, recvfrom, recvmsg: the file descriptor is their first argument.
 _READS = {"x86_64": ("0", "45", "47"), "aarch64": ("63", "207", "212")}
@@ -30,7 +30,7 @@ def reads_from_parent(pid: int) -> bool:
         return False
     kind, inode = link
     other = inode if kind == "pipe" else _peer_of(inode)
-    return f"{kind}:[{other}]" in _open_files(int(fields[1]))
+    return f"{kind}:[{other}]" in open_files(int(fields[1]))
 
 
 def _read_from(pid: int) -> tuple[str, int] | None:
@@ -41,15 +41,6 @@ def _read_from(pid: int) -> tuple[str, int] | None:
             match = _LINK.fullmatch(os.readlink(f"/proc/{pid}/fd/{int(arguments[0], 16)}"))
             return (match[1], int(match[2])) if match else None
     return None
-
-
-def _open_files(pid: int) -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                found.add(os.readlink(entry.path))
-    return found
 
 
 def _peer_of(inode: int) -> int:

@@ -120,6 +120,16 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def open_files(pid: int) -> list[str]:
+    """Return what a process's descriptors lead to, '/tmp/x', 'pipe:[123]'; [] where the kernel does not show them."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed since
+                found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
+
+
 def _end_of(pid: int) -> str:
     """Return how a process ended that its parent has not waited for; '' of one that runs."""
     fields = stat_of(Path(f"/proc/{pid}"))

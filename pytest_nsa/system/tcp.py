@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+
+from pytest_nsa.system.procfs import open_files
 
 _INODE = re.compile(r"socket:\[(\d+)\]")
 
 
 def socket_queues(pid: int) -> dict[str, int]:
     """{'sockets', 'unread_bytes', 'unsent_bytes'} of a process; {} where the kernel does not show them."""
-    try:
-        entries = list(os.scandir(f"/proc/{pid}/fd"))
-    except OSError:
+    links = open_files(pid)
+    if not links:
         return {}
-    inodes = set()
-    for entry in entries:
-        try:
-            match = _INODE.match(os.readlink(entry.path))
-        except OSError:
-            continue
-        if match:
-            inodes.add(match[1])
+    inodes = {match[1] for match in map(_INODE.match, links) if match}
     unread = unsent = count = 0
     for name in ("tcp", "tcp6"):
         try:
