@@ -64,15 +64,11 @@ def _ranks(value: Any) -> bool:
 
 
 def _numbers_by_name(value: Any) -> bool:
-    return isinstance(value, dict) and all(value is None or is_number(value) for value in value.values())
+    return isinstance(value, dict) and all(map(_number_or_none, value.values()))
 
 
 def _is_error(value: Any) -> bool:
     return is_map(value) and has(value, {"says": is_text, "at": is_text})
-
-
-def _tuples(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, list) and all(map(is_text, entry)) for entry in value)
 
 
 def _key_uses(value: Any) -> bool:
@@ -124,8 +120,9 @@ EVENTS: dict[str, dict[str, Check]] = {
         "rank": _int, "state": is_text, "rss_mib?": is_number,
         "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
         "below_cpu_share?": is_number,
-        "faults_per_s?": is_number, "gil_wait_ms?": is_number, "unread_bytes?": is_number, "unsent_bytes?": is_number,
-        "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "ended?": _list_of(is_text),
+        "faults_per_s?": is_number, "written_per_s?": is_number, "gil_wait_ms?": is_number,
+        "unread_bytes?": is_number, "unsent_bytes?": is_number, "sockets?": is_number, "wchan": is_text,
+        "children?": _list_of(is_text), "ended?": _list_of(is_text),
         "wants_cpu?": is_flag, "held_by?": _list_of(_int), "locked_by?": _list_of(_int), "waits_for_lock?": is_text,
         "open_and_locked?": is_text, "reads_from_parent?": is_flag,
     },
@@ -137,8 +134,8 @@ EVENTS: dict[str, dict[str, Check]] = {
     "exception": {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
-        "raised_in?": is_text, "chain?": _tuples, "in_loader?": is_flag, "network?": is_text, "beside?": _list_of(is_text),
-        "stack?": _places, "counters?": _list_of(is_counted),
+        "raised_in?": is_text, "chain?": _list_of(_list_of(is_text)), "in_loader?": is_flag, "network?": is_text,
+        "beside?": _list_of(is_text), "stack?": _places, "counters?": _list_of(is_counted),
     },
     "thread_exception": {
         "whose": is_text, "type": is_text, "message": is_text, "where": is_text, "raised_in": is_text, "future": _int,
