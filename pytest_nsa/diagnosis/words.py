@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from pytest_nsa.diagnosis.explain.choose import Explanation
+from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.keys import TERMS as KEYS
 from pytest_nsa.diagnosis.explain.keys import key_of
 from pytest_nsa.diagnosis.explain.locations import parts_of
@@ -19,7 +20,6 @@ from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
-Calls = Mapping[int, Collective]  # by rank, the call that it is in
 # CUDA's own text, which is the same for every kernel.
 _LATE = ("cuda error", "cuda kernel errors might be asynchronously reported", "device-side assert")
 _MOST_TERMS = 4  # that a verdict prints

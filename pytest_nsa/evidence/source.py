@@ -88,11 +88,12 @@ class Sources:
             self._parsed[snippet] = snippet.statements()
         line, found = int(match["line"]), []
         for statement in self._parsed[snippet]:
-            found += [n for n in ast.walk(statement) if isinstance(n, ast.stmt) and _has(n, line)]
+            found += [n for n in ast.walk(statement) if isinstance(n, ast.stmt) and has_line(n, line)]
         return tuple(sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno))))
 
 
-def _has(node: ast.stmt, line: int) -> bool:
+def has_line(node: ast.stmt, line: int) -> bool:
+    """Return whether a line is one of a statement's."""
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
@@ -162,7 +163,7 @@ def _cut(file: str, line: int, tree: ast.Module, lines: list[str]) -> Snippet | 
 
 def _enclosing(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
     for statement in body:
-        if _has(statement, line):
+        if has_line(statement, line):
             if isinstance(statement, ast.ClassDef):
                 yield from _enclosing(statement.body, line)
             else:

@@ -21,11 +21,11 @@ from pytest_nsa.report.last_green import Green
 from pytest_nsa.report.markup import Markup, document, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import write_trace
+from pytest_nsa.report.runs import ANNOUNCEMENTS
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.wire.files import read_lines
 
-ANNOUNCEMENTS = "announcements.jsonl"
 SHOWN = 40  # announcements
 DETAILED = 20  # failures with all that is known; further ones are in the table and in their folders
 _FILES = resources.files("pytest_nsa.report")

@@ -1,4 +1,4 @@
-"""The runs that lie in an artifacts folder: which are finished, which of them are kept, and the reports of one that was cut off.
+"""The runs that lie in an artifacts folder: which are finished, and which of them are kept.
 
 A run is known by its env.json, finished by its run.json, and in use while a process of it holds its lock. Nothing else in the
 folder is ever deleted, nor what another user has made, or what is mounted there; and no link is followed.
@@ -23,6 +23,7 @@ from pytest_nsa.wire.messages import SCHEMA
 
 FINISHED = "run.json"
 LOCK = ".in_use"
+ANNOUNCEMENTS = "announcements.jsonl"
 KEPT, KEPT_FAILED = 20, 5
 DAY_S = 86400.0  # by which clocks may differ
 _RUNS = ("run_*", "test_engineer_*")  # the latter where there is a diagnostic plan

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.report.runs import hold
+from pytest_nsa.report.runs import ANNOUNCEMENTS, hold
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.terminal import short_path
 from pytest_nsa.system.disk_space import (
@@ -44,7 +44,6 @@ def safe_name(nodeid: str) -> str:
     return f"{plain[-MAX_NAME:].strip('-.')}-{digest}"
 
 
-ANNOUNCEMENTS = "announcements.jsonl"
 NOTICES = "notices.jsonl"
 BOARD = 216 << 10  # bytes; a rank's board, and some more (tests_cpu/plugin/test_room.py compares them)
 LINES = 16 << 10  # of a rank's events, and of the host's: what a verdict cannot do without

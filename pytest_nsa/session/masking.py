@@ -33,9 +33,7 @@ def mask_files(folder: Path) -> None:
         for name in _TEXTS:
             _rewrite(rank / name, masked)
         for name in (*_LINES, *_WHOLE):
-            _rewrite(
-                rank / name, lambda text: "".join(_mask_line(line, masked) for line in text.splitlines(keepends=True))
-            )
+            _rewrite(rank / name, _by_line(masked))
         # A board's fields have their size.
         _rewrite(rank / "board.bin", masked_in_place, encoding="latin-1")
 
@@ -52,7 +50,7 @@ def mask_snapshots(folder: Path) -> None:
     from nsa.trace.secrets import masked
 
     for rank in folder.glob("rank*"):
-        _rewrite(rank / FILE, lambda text: "".join(_mask_line(line, masked) for line in text.splitlines(keepends=True)))
+        _rewrite(rank / FILE, _by_line(masked))
 
 
 def _rewrite(path: Path, mask: Callable[[str], str], encoding: str = "utf-8") -> None:
@@ -64,6 +62,10 @@ def _rewrite(path: Path, mask: Callable[[str], str], encoding: str = "utf-8") ->
     if masked != text:
         with where_there_is_room():
             write_atomically(path, masked.encode(encoding, errors="backslashreplace"))
+
+
+def _by_line(mask: Mask) -> Mask:
+    return lambda text: "".join(_mask_line(line, mask) for line in text.splitlines(keepends=True))
 
 
 def _mask_line(line: str, mask: Mask) -> str:

@@ -10,15 +10,14 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from pytest_nsa.diagnosis.explain.program import Frame, blocks_of
-from pytest_nsa.evidence.source import Sources
+from pytest_nsa.diagnosis.explain.program import LEAVES, Frame, blocks_of
+from pytest_nsa.evidence.source import Sources, has_line
 
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
 # The last name of the whole condition: `trainer.is_main_process`, `is_main_process()`.
 _MAIN = re.compile(
     r"(?:^|\.)_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coordinator)(_process|_rank|_worker)?(\(\))?$"
 )
-_LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
 
 
 class Path(enum.Enum):
@@ -58,16 +57,12 @@ def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast
     for outer, inner in itertools.zip_longest(statements, statements[1:]):
         if isinstance(outer, ast.If):
             for block in (outer.body, outer.orelse):
-                if any(_has(statement, line) for statement in block):
+                if any(has_line(statement, line) for statement in block):
                     yield outer.test, block is outer.orelse
         block = next((b for b in blocks_of(outer) if inner in b), [inner])
         for before in block[: block.index(inner)]:
-            if isinstance(before, ast.If) and not before.orelse and isinstance(before.body[-1], _LEAVES):
+            if isinstance(before, ast.If) and not before.orelse and isinstance(before.body[-1], LEAVES):
                 yield before.test, True
-
-
-def _has(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _is_negative(test: ast.expr) -> bool:

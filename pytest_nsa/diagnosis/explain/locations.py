@@ -30,7 +30,7 @@ def line_of_its_loop(rank: RankEvidence) -> str:
     The sampled line inside the loop is arbitrary. The line returned is the loop's condition, or, for a ``while True``,
     the first ``if`` that leaves it.
     """
-    frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
+    frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
     for frame in frames[:3]:
         loops = loops_of(rank.sources, frame.describe())
         loop = next((loop for loop in reversed(loops) if isinstance(loop, ast.While)), loops[-1] if loops else None)

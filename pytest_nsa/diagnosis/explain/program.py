@@ -18,11 +18,13 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.counters import counter_of, has_made_round, is_first_round
 from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, user_frames
+from pytest_nsa.diagnosis.explain.source import loops_of
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources, file_name
 from pytest_nsa.evidence.values import RankEvidence
 
 Loop = ast.For | ast.While
+LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break  # statements behind which their block does not go on
 
 
 class Order(enum.Enum):
@@ -213,8 +215,7 @@ def _aligned(one: Position, other: Position) -> tuple[Position, Position]:
 
 def _loops(sources: Sources, a: Frame, b: Frame) -> tuple[list[Loop], list[Loop], list[Loop]]:
     """Return the loops around both lines, outermost first, and those around only the one and only the other."""
-    mine = [s for s in sources.around(a.place) if isinstance(s, Loop)]
-    others = [s for s in sources.around(b.place) if isinstance(s, Loop)]
+    mine, others = loops_of(sources, a.place), loops_of(sources, b.place)
     shared = [loop for loop in mine if loop in others]
     return shared, [s for s in mine if s not in shared], [s for s in others if s not in shared]
 
@@ -238,7 +239,7 @@ def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position
     None without such a loop, or where it has no counter.
     """
     for i, frame in enumerate(frames):
-        for loop in loops if not i else [s for s in sources.around(frame.place) if isinstance(s, Loop)]:
+        for loop in loops if not i else loops_of(sources, frame.place):
             return is_first_round(loop, frame.counters)
     return None
 
@@ -246,7 +247,7 @@ def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position
 def is_in_loop_below(sources: Sources, position: Position, parted: Frame) -> bool:
     """Return whether a rank is in a loop of a function that was called from the line ``parted`` of its position."""
     at = next((i for i, frame in enumerate(position) if frame is parted or frame == parted), len(position))
-    return any(isinstance(s, Loop) for frame in position[at + 1 :] for s in sources.around(frame.place))
+    return any(loops_of(sources, frame.place) for frame in position[at + 1 :])
 
 
 def _in_one_function(
@@ -309,4 +310,4 @@ def _ends_in(statement: ast.If, way: Sequence[ast.stmt]) -> bool:
     not reached.
     """
     branch = next((block for block in (statement.body, statement.orelse) if any(s in way for s in block)), [])
-    return bool(branch) and isinstance(branch[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+    return bool(branch) and isinstance(branch[-1], LEAVES)
