@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def _read(read: Callable[[Path], Series], folder: Path) -> Series:
     """Curves over at least `FEWEST` steps, all of them numbers; none of a file that is foreign or torn."""
     try:
         found = read(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error):
         return {}
     whole = {name: [point for point in points if all(map(_is_number, point))] for name, points in found.items()}
     return {
@@ -41,7 +41,7 @@ def _read(read: Callable[[Path], Series], folder: Path) -> Series:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _loss(folder: Path) -> Series:
