@@ -256,7 +256,8 @@ def watch_unaided(pid: int, *, once: bool) -> int:
     pids = ranks_of(pid)
     if not pids:
         return 2
-    job = Unaided(pids, max(int(environment_of(pid).get("WORLD_SIZE") or 1), max(pids) + 1))
+    size = environment_of(pid).get("WORLD_SIZE", "")
+    job = Unaided(pids, max(int(size) if size.isdecimal() else 1, max(pids) + 1))
     shown: tuple[object, ...] = ()
     try:
         while True:
