@@ -29,7 +29,7 @@ from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.procfs import has_more_threads
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS, Job
-from pytest_nsa.wire.protocols import Launcher, Limits, Monitor, Suspicion
+from pytest_nsa.wire.protocols import Limits, Monitor, Starter, Suspicion
 
 POLL_S = 0.05
 GRACE_S = 1.0  # of a stall, before what looks stuck is taken for stuck
@@ -43,7 +43,7 @@ class RanksRun:
     """Runs one job to its end. Everything it sees goes to ``host.jsonl`` in the job's folder as it happens."""
 
     job: Job
-    launcher: Launcher
+    launcher: Starter
     limits: Limits
     monitors: Sequence[Monitor] = ()
     suspect: Callable[[ProgressWatch], Suspicion | None] | None = None  # what is wrong, by the evidence so far

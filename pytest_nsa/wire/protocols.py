@@ -31,21 +31,13 @@ class Monitor(Protocol):
         ...
 
 
-class Launcher(Protocol):
-    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter per rank (`ColdLauncher`).
+class Starter(Protocol):
+    """What starts and ends the ranks of a job.
 
     ``lost`` are ranks of a node that has gone: whatever their status shows, the host did not end them.
     """
 
     lost: Collection[int]
-
-    def expect(self, spec: GroupSpec | None) -> None:
-        """What ranks the test after the next job will need (None: unknown): they may be made ready in that time."""
-        ...
-
-    def wait_until_ready(self) -> None:
-        """Wait for what must come before the first rank. Raises LaunchError; UnfitError where no rank may come from here."""
-        ...
 
     def start(self, job: Job) -> list[int]:
         """Start the ranks; returns their process ids. Raises LaunchError."""
@@ -61,6 +53,18 @@ class Launcher(Protocol):
 
     def kill(self) -> None:
         """SIGKILL every rank of the job that is still there, and what they started."""
+        ...
+
+
+class Launcher(Starter, Protocol):
+    """What starts the ranks of every job: the zygote (`ZygoteLauncher`) or an interpreter per rank (`ColdLauncher`)."""
+
+    def expect(self, spec: GroupSpec | None) -> None:
+        """What ranks the test after the next job will need (None: unknown): they may be made ready in that time."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait for what must come before the first rank. Raises LaunchError; UnfitError where no rank may come from here."""
         ...
 
     def close(self) -> None:

@@ -24,8 +24,8 @@ from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
-from pytest_nsa.wire.messages import GroupSpec, Job
-from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
+from pytest_nsa.wire.messages import Job
+from pytest_nsa.wire.protocols import LaunchError, Limits, Monitor, Starter
 
 PUSH_S = 0.25  # between two looks that a follower sends
 START_S = 120.0
@@ -97,7 +97,7 @@ class Attachment:
             rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}",
         )
 
-    def run(self, job: Job, launcher: Launcher, limits: Limits, monitors: Sequence[Monitor]) -> None:
+    def run(self, job: Job, launcher: Starter, limits: Limits, monitors: Sequence[Monitor]) -> None:
         """Run this process's rank of ``job``, as leader or follower."""
         key = str(self._count)
         if self.leads:
@@ -114,7 +114,7 @@ class Attachment:
         if go["nodeid"] != job.nodeid:
             pytest.exit(f"rank {self.outer.rank} is at {job.nodeid}, rank 0 at {go['nodeid']}", returncode=4)
         job = replace(job, seed=go["seed"])
-        follower = Follower(self.wire, key, job, self.outer.rank, launcher)
+        follower = Follower(self.wire, key, job, self.outer.rank)
         follower.poll()  # the leader knows from now on that this process is there
         endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0)
         try:
@@ -169,19 +169,13 @@ class Attachment:
 class LeaderLauncher:
     """The leader's own rank, and all others as they are seen through the wire."""
 
-    def __init__(self, inner: Launcher, wire: OuterStore, key: str, job: Job) -> None:
+    def __init__(self, inner: Starter, wire: OuterStore, key: str, job: Job) -> None:
         self.inner, self.wire, self.key, self.job = inner, wire, key, job
         self.others = [rank for rank in range(job.world_size) if rank != job.only]
         self._lost: set[int] = set()
         self.lost: Collection[int] = self._lost
         self._gone: set[int] = set()
         self._beats: dict[int, tuple[Any, float]] = {}
-
-    def expect(self, spec: GroupSpec | None) -> None:
-        self.inner.expect(None)
-
-    def wait_until_ready(self) -> None:
-        self.inner.wait_until_ready()
 
     def start(self, job: Job) -> list[int]:
         for rank in self.others:
@@ -230,9 +224,6 @@ class LeaderLauncher:
         self.wire.put(f"{self.key}/stop", True)
         self.inner.kill()
 
-    def close(self) -> None:
-        self.inner.close()
-
     def gather(self) -> None:
         """Once all ranks have ended: their evidence into the test's folder."""
         deadline = time.monotonic() + EVIDENCE_S
@@ -257,7 +248,6 @@ class Follower:
     key: str
     job: Job
     rank: int
-    launcher: Launcher
     stop_reason: str = ""
     _count: int = 0
     _last: float = 0.0
