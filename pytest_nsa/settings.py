@@ -1,4 +1,4 @@
-"""Values of options, ini and environment, resolved once into `Settings`. The one place of the host that reads the environment."""
+"""Values of options, ini and environment, resolved once into `Settings`."""
 
 from __future__ import annotations
 

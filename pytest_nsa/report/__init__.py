@@ -1,1 +1,1 @@
-"""Verdicts for people: `text` (terminal), `summary` (SUMMARY.md), `html` (report.html)."""
+"""Verdicts for people: `terminal`, `summary` (SUMMARY.md), `html` (report.html)."""
