@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import reprlib
+import sys
 import types
 import typing
 from typing import Any, Literal
@@ -106,6 +106,6 @@ def _convert_number(kind: type, value: Any, where: str, from_text: bool) -> int 
             raise ConfigError(f"{where}: must be a number, got {shown(value)}") from None
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         raise ConfigError(f"{where}: must be {'a whole number' if kind is int else 'a number'}, got {shown(value)}")
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{where}: must be a finite number, got {shown(value)}")
     return kind(value)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.tokens < 1:
         parser.error(f"--tokens {arguments.tokens}: must be at least 1")
-    if arguments.temperature < 0:
+    if not arguments.temperature >= 0:
         parser.error(f"--temperature {arguments.temperature}: must be 0 or more")
     if not arguments.prompt:
         parser.error("--prompt: is empty; give a text to continue")

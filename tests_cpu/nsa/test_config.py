@@ -102,6 +102,7 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train: {}\ntrain:\n  lr: 1\n", "the key 'train' is there twice"),
         ("train:\n  lr: -1\n", "train.lr=-1: must be more than 0"),
         ("train:\n  lr: 1e-5\n", "train.min_lr=3e-05: must not exceed train.lr=1e-05"),
+        (f"train:\n  steps: 1{400 * '0'}\n", "train.steps: must be a finite number, got 1000"),
         ("train:\n  seed: -1\n", "train.seed=-1: must be from 0 to"),
         ("train:\n  weight_decay: -1\n", "train.weight_decay=-1: must be 0 or more"),
         ("model:\n  rope_theta: 0\n", "model.rope_theta=0: must be more than 0"),
