@@ -16,6 +16,7 @@ from typing import Any
 
 from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range, shown, switch
 from nsa.sections import BRANCHES, SECTIONS, Branch, Config, ModelConfig, ParallelConfig
+from nsa.trace import job_folders
 from nsa.validate import check_model, validate
 
 __all__ = [
@@ -168,7 +169,12 @@ def config_path_from_environment() -> str | None:
 
 def unknown_variables() -> list[str]:
     """Return a warning for each ``NSA_*`` variable that is not read: usually a typing error."""
-    unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in VARIABLES)
+    known = {
+        *VARIABLES,
+        job_folders.FOLDER,
+        job_folders.HOST,
+    }  # the latter by pytest-nsa, in a program that a test starts
+    unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in known)
     return [f"{name} is not a variable of this program{did_you_mean(name, VARIABLES)}" for name in unknown]
 
 

@@ -234,11 +234,11 @@ def test_ranks_that_would_train_apart_are_refused(
 
 
 def test_a_misspelt_variable_is_warned_of(tmp_path: Path, run: Run) -> None:
-    _, out, _ = run("--steps", "1", "--out", str(tmp_path), NSA_TRACE_GRAD="1")
+    _, out, _ = run("--steps", "1", "--out", str(tmp_path), NSA_TRACE_GRAD="1", NSA_TRACE_HOST="1")
     assert (
         "[env-guard] warning: NSA_TRACE_GRAD is not a variable of this program; did you mean 'NSA_TRACE_GRADS'?" in out
     )
-    assert "[env-guard] ok" not in out
+    assert out.count("[env-guard]") == 1
 
 
 def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
