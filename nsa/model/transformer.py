@@ -119,7 +119,7 @@ class NSATransformer(nn.Module):
                 for cache in caches:
                     stack.enter_context(cache.all_or_nothing())
                 for block, cache in zip(self.blocks, caches, strict=True):
-                    x = block(x, cache=cache)
+                    x = block(x, cu_seqlens, cache)
                 return self.head(self.norm(x), targets)
         packed = () if cu_seqlens is None else (cu_seqlens,)
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None

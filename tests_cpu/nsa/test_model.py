@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa import build_model, generate, load_config
+from nsa import KVCache, build_model, generate, load_config
 from nsa.config import Config, ModelConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -78,3 +78,12 @@ def test_the_cache_changes_no_token() -> None:
         with torch.no_grad():
             assert int(model(whole[None])[0, -1].argmax()) == token
         whole = torch.cat((whole, torch.tensor([token])))
+
+
+@torch.no_grad()
+def test_a_cache_takes_no_packed_sequences() -> None:
+    """They were read as one sequence."""
+    model = build_model(load_config(CONFIGS / "tiny_cpu.yaml")).eval()
+    tokens, ends = torch.zeros(1, 8, dtype=torch.long), torch.tensor([0, 4, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="a KVCache is of sequences that are not packed"):
+        model(tokens, caches=[KVCache() for _ in range(12)], cu_seqlens=ends)
