@@ -181,6 +181,15 @@ class Channel:
         """For select."""
         return self.socket.fileno()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the peer has gone; what it sent may be left to be received."""
+        if self.closed:
+            return True
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def send(self, **message: Any) -> None:
         """Send one message. A peer that has gone is noticed by the reader, not here."""
         if self.closed:
