@@ -83,10 +83,11 @@ def scenario_of(item: pytest.Function, tried: Variation | None) -> str:
 
 
 def _temporary_folder(item: pytest.Function) -> str:
-    """Return a folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none.
+    """Return a folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none, and
+    cannot ask for one by `request`.
 
     Its name is short: tests put Unix sockets into tmp_path, and the path of one has 107 characters.
     """
-    if not any(fixture.startswith("tmp") for fixture in item.fixturenames):
+    if not any(fixture == "request" or fixture.startswith("tmp") for fixture in item.fixturenames):
         return ""
     return str(item.config._tmp_path_factory.mktemp("ranks"))  # type: ignore[attr-defined]
