@@ -2,7 +2,8 @@
 
 SIGTERM (a job's time limit, a cancelled CI job), SIGHUP (a connection that was dropped) and SIGQUIT end a session with tests on
 ranks as Ctrl-C does. The first one interrupts; those that follow, at any distance, change nothing, and once the reports are
-being written none does. The exit code is 128 + the signal's number; Ctrl-C keeps pytest's 2.
+being written none does. The exit code is 128 + the signal's number; Ctrl-C keeps pytest's 2. Processes that tests fork have the
+handlers of a session without ranks.
 """
 
 from __future__ import annotations
@@ -10,15 +11,35 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 
 DEFER_S = 15.0  # torchrun gives 30
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def at_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Callable[[], None]:
+    """Have ``handler`` called at Ctrl-C, as Python's default handler: asyncio and trio take SIGINT from no other. Return what
+    undoes it.
+    """
+    before, default = signal.getsignal(signal.SIGINT), signal.default_int_handler
+    signal.signal(signal.SIGINT, handler)
+    if before is default:
+        signal.default_int_handler = handler
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGINT) is handler:
+            signal.signal(signal.SIGINT, before)
+        if signal.default_int_handler is handler:
+            signal.default_int_handler = default
+
+    return undo
 
 
 class Signals:
@@ -32,19 +53,43 @@ class Signals:
         self._deferred_since = 0.0
         self._is_interrupted = self._writes = self._is_held = False
         self._pending = 0  # the signal that came while a verdict was written
-        self._before: dict[int, object] = {}
+        self._taken: set[int] = set()
+        self._undo_interrupt: Callable[[], None] | None = None
 
     def take(self) -> None:
         """From now on, interrupt at the first signal. Not from a thread, where Python allows none."""
-        if self._before or threading.current_thread() is not threading.main_thread():
+        if self._taken or threading.current_thread() is not threading.main_thread():
             return
+        self._take_defaults()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._undo_interrupt = at_interrupt(self._at_signal)
+        os.register_at_fork(after_in_child=self._leave)
+
+    def _take_defaults(self) -> None:
         for number in ENDS:
             if signal.getsignal(number) == signal.SIG_DFL:
-                self._before[number] = signal.signal(number, self._end)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._end)
+                signal.signal(number, self._at_signal)
+                self._taken.add(number)
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _leave(self, *, ignored: bool = False) -> None:
+        """Leave the signals as they were, or ``ignored``."""
+        for number in self._taken:
+            if signal.getsignal(number) == self._at_signal:
+                signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        self._taken = set()
+        if self._undo_interrupt is not None:
+            self._undo_interrupt()
+            self._undo_interrupt = None
+            if ignored:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _at_signal(self, number: int, frame: FrameType | None) -> None:
+        # A handler of the program's calls the one before it. Without ranks in the session that is SIG_DFL, which nothing calls.
+        is_called_by_another = frame is not None and sys._getframe(1) is not frame
+        if number == signal.SIGINT or not is_called_by_another:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
         if number != signal.SIGINT:
             self.ended_by = self.ended_by or number
         if self._writes or self._is_interrupted or self._is_deferred(number):
@@ -77,12 +122,14 @@ class Signals:
             self._is_held = False
             if self._pending:
                 number, self._pending = self._pending, 0
-                self._end(number, None)
+                self._end(number)
 
     def goes_on(self) -> None:
-        """A test begins: whatever was interrupted before, a test of it has caught."""
+        """A test begins: whatever was interrupted, a test has caught; one may have put a default back, as asyncio does."""
         self._is_interrupted = False
         self.ended_by = 0
+        if self._taken:
+            self._take_defaults()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
@@ -94,9 +141,7 @@ class Signals:
 
     def pytest_unconfigure(self) -> None:
         """Leave the signals as they were; of a session that one has ended, ignored, as a late one would change its exit code."""
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self.ended_by else handler)  # type: ignore[arg-type]
-        self._before = {}
+        self._leave(ignored=bool(self.ended_by))
 
 
 signals_key = pytest.StashKey[Signals]()

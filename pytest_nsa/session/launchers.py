@@ -103,6 +103,13 @@ class ZygoteLauncher:
             if not self._ready and time.monotonic() >= deadline:
                 raise LaunchError(f"the zygote was not ready within {READY_S:.0f} s{self._log_tail()}")
 
+    @property
+    def has_ended(self) -> bool:
+        if not self.channel.has_ended:
+            return False
+        end_groups_of_the_dead(self._pids, self._began)
+        return True
+
     def _receive(self, timeout: float) -> list[dict[str, Any]]:
         messages = [m for m in self.channel.receive(timeout) if m.get("number", self._number) == self._number]
         for message in messages:

@@ -48,6 +48,9 @@ class RunLauncher:
 
     def ready(self, session: pytest.Session) -> Launcher:
         """Return the launcher once ranks can be started. Where collection leaves no process that may be forked, cold ranks."""
+        if self._launcher is not None and self._launcher.has_ended:
+            self.close()
+            self.run.report("the process that starts the ranks was ended between two tests: another one serves since")
         launcher = self.start(session)
         try:
             launcher.wait_until_ready()

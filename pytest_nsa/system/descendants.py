@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,14 +87,15 @@ class Started:
     mark: str
     owners: dict[Key, str] = field(default_factory=dict)
 
-    def look(self, owner: str, since: int) -> list[Process]:
+    def look(self, owner: str, since: int, before: Collection[int] = ()) -> list[Process]:
         """Return those that are there, in the order of their numbers; a new one belongs to its parent's owner, else to ``owner``.
 
-        Of this process's own children those that began before ``since``, and were never seen, are not from tests.
+        Of this process's own children those that began before ``since``, and were never seen, are not from tests; nor are those
+        ``before`` that began in the same tick.
         """
         table = _processes()
         mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
-        new = [p for p in table.values() if p.pid not in mine and p.began >= since]
+        new = [p for p in table.values() if p.pid not in mine and p.began + (p.pid not in before) > since]
         mine |= {p.pid: owner for p in new if p.parent == os.getpid()}
         _add_children(mine, table)
         lost = {p.pid: owner for p in new if p.pid not in mine and self._is_lost(p)}

@@ -166,7 +166,8 @@ class Job:
 def plain_nodeid(nodeid: str) -> str:
     """Return a node id without xdist's '@group' suffix."""
     head, bracket, tail = nodeid.rpartition("]")
-    return head + bracket + tail.partition("@")[0] if "::" in nodeid else nodeid
+    path, colons, name = tail.rpartition("::")  # a folder may have an @, as may a parameter
+    return head + bracket + path + colons + name.partition("@")[0] if "::" in nodeid else nodeid
 
 
 class Channel:

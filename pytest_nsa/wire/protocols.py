@@ -59,6 +59,11 @@ class Starter(Protocol):
 class Launcher(Starter, Protocol):
     """What starts the ranks of every job: the zygote (`ZygoteLauncher`) or an interpreter per rank (`ColdLauncher`)."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it starts no more ranks: another process has ended it."""
+        ...
+
     def expect(self, spec: GroupSpec | None) -> None:
         """What ranks the test after the next job will need (None: unknown): they may be made ready in that time."""
         ...

@@ -32,12 +32,14 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import before_timeout
 from pytest_nsa.session.failure_text import ReprEntryNative
+from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.session.started.job_announcer import JobAnnouncer
 from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
 from pytest_nsa.settings import Settings
+from pytest_nsa.system.children import children
 from pytest_nsa.system.descendants import TICKS, Process, Started, end, now_in_ticks
 from pytest_nsa.system.procfs import how_it_ended
 
@@ -66,6 +68,7 @@ class StartedRanks:
         self.item: pytest.Item | None = None
         self.owner = ""
         self.began = (0.0, 0)  # the test: seconds since the epoch; ticks since boot
+        self.before: list[int] = []  # the children that there were
         self.has_children = self._is_concluding = False
         self.interrupted: list[str] = []
         self._undo_signal: Callable[[], None] | None = None
@@ -104,12 +107,7 @@ class StartedRanks:
                 self.interrupted = text if jobs else []
             before(number, frame)
 
-        def undo() -> None:
-            if signal.getsignal(signal.SIGINT) is interrupted:
-                signal.signal(signal.SIGINT, before)
-
-        signal.signal(signal.SIGINT, interrupted)
-        self._undo_signal = undo
+        self._undo_signal = at_interrupt(interrupted)
 
     # -- a test
 
@@ -118,7 +116,7 @@ class StartedRanks:
         if isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ()):
             return (yield)
         self.item, self.owner, self.has_children = item, item.nodeid, False
-        self.began = (time.time(), now_in_ticks())
+        self.began, self.before = (time.time(), now_in_ticks()), children()
         os.environ.update(self.environment)
         try:
             return (yield)
@@ -152,7 +150,7 @@ class StartedRanks:
                 self._follow()
 
     def _look(self) -> list[Process]:
-        return self.started.look(self.owner, self.began[1])
+        return self.started.look(self.owner, self.began[1], self.before)
 
     def _after_test(self, item: pytest.Item) -> None:
         """Name what the test has left, or end it; delete evidence of jobs that have ended."""
