@@ -73,13 +73,19 @@ def _start(rank: int, world_size: int, given: dict[str, Any]) -> None:
 
 
 def _hook_groups() -> None:
-    """Wrap ``init_process_group``, once a process."""
+    """Wrap ``init_process_group``, once a process, in both modules that have it: a test may have replaced one for a time."""
     import torch.distributed as dist
 
-    if not dist.is_available() or hasattr(dist.init_process_group, "_nsa_begins"):
+    if not dist.is_available():
         return
-    original = dist.init_process_group
+    wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for module in (dist, dist.distributed_c10d):
+        original = module.init_process_group
+        if not hasattr(original, "_nsa_begins"):
+            module.init_process_group = wrapped.setdefault(original, _beginning(original))
 
+
+def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -87,7 +93,7 @@ def _hook_groups() -> None:
         return original(*args, **kwargs)
 
     init_process_group._nsa_begins = True  # type: ignore[attr-defined]
-    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+    return init_process_group
 
 
 def _before_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
