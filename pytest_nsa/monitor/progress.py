@@ -19,6 +19,15 @@ BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
 
 
+def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
+    """Return for how many seconds a rank has not moved: by its own heartbeat, and since that has stopped, or never beat."""
+    n = board.numbers
+    if beat := n.get("beat_monotonic"):
+        return BEAT_S * n.get("still_looks", 0.0) + max(0.0, now - beat)
+    wrote = max(n.get("phase_time", 0.0), n.get("line_time", 0.0))
+    return max(0.0, time.time() - wrote) if wrote else 0.0
+
+
 @dataclass
 class ProgressWatch:
     """Feeds on the ranks' boards; knows since when nothing has moved."""
@@ -66,9 +75,7 @@ class ProgressWatch:
                 self._signatures[rank] = board.signature
                 if before is not None:
                     self.past.moved(rank, before, board, now - self._moves.get(rank, now))
-                # At first sight the rank's own heartbeat shows for how long it has been stalled.
-                since = BEAT_S * board.numbers.get("still_looks", 0.0) if before is None else 0.0
-                self._moves[rank] = now - since
+                self._moves[rank] = now - (_stalled_at_first_sight(board, now) if before is None else 0.0)
                 self.last_move = max(self._moves.values())
         if not self.running_since and len(self.boards) == len(self.folders) and self.all_past("start"):
             self.running_since = now
