@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -136,21 +136,34 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 @pytest.hookimpl(trylast=True)  # a conftest may have marked them in the same hook
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     # Nor does their collector ask a hook for the methods of a TestCase.
-    items[:] = [
-        make_ranked(i) if isinstance(i, pytest.Function) and may_be_ranked(i) and marked.is_ranked(i) else i
-        for i in items
-    ]
-    extensions = session.config.stash[runner_key].extensions
-    extensions.take()
+    items[:] = [make_ranked(i) if _is_marked(i) else i for i in items]
+    session.config.stash[runner_key].extensions.take()
     for item in items:
-        other = snapshots.not_carried(item) if isinstance(item, Ranked) else marks.of_another_plugin(item)
-        wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *other)
-        item.stash[problem_key] = "\n".join(wrong)
+        _check_marks(item)
+
+
+def _is_marked(item: pytest.Item) -> TypeGuard[pytest.Function]:
+    """Return whether an item is marked for ranks, and none that runs on them yet."""
+    if not isinstance(item, pytest.Function) or isinstance(item, Ranked):
+        return False
+    return may_be_ranked(item) and marked.is_ranked(item)
+
+
+def _check_marks(item: pytest.Item) -> None:
+    extensions = item.config.stash[runner_key].extensions
+    other = snapshots.not_carried(item) if isinstance(item, Ranked) else marks.of_another_plugin(item)
+    wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *other)
+    item.stash[problem_key] = "\n".join(wrong)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    config, wants = session.config, _wants_ranks(session)
+    config = session.config
+    for at, item in enumerate(session.items):
+        if _is_marked(item):  # since its marks were checked: by the second half of another plugin's wrapper
+            session.items[at] = make_ranked(item)
+            _check_marks(session.items[at])
+    wants = _wants_ranks(session)
     # An xdist worker requests ranks before it reports to the controller that it has collected.
     if hasattr(config, "workerinput") and wants:
         try:
