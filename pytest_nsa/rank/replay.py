@@ -261,7 +261,7 @@ class RankRecorder:
         self._outcomes.add(report.outcome)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
-        if self.config.option.usepdb and call.excinfo is not None:
+        if self.config.getoption("usepdb", False) and call.excinfo is not None:
             debugger.post_mortem(self.ctx, call.excinfo)
 
     def pytest_warning_recorded(self, warning_message: Any) -> None:

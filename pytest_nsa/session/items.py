@@ -148,7 +148,7 @@ class Ranked(pytest.Function):
             runner.recorder.replace(evidence.folder, verdict)
             pytest.fail(passed, pytrace=False)
         if verdict.failed:
-            failure = rank_failure(verdict, evidence, shown=self.config.option.usepdb)
+            failure = rank_failure(verdict, evidence, shown=self.config.getoption("usepdb", False))
             failure.in_setup = _failed_in_setup(verdict, evidence)
             del evidence, failing  # the traceback keeps this frame
             raise failure

@@ -224,7 +224,7 @@ class RankRunner:
         if self.config.getoption("capture", "no") == "no":  # -p no:capture leaves no option
             found.append(LiveOutput(job, self._print_live))
         if self._debugger is not None:
-            self._debugger.begin(once=self.config.option.usepdb)
+            self._debugger.begin(once=self.config.getoption("usepdb", False))
             found.append(self._debugger)
         return found
 
