@@ -67,11 +67,12 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool) -> RankFa
 
     With ``shown`` it is a BdbQuit too: --pdb has attached to the rank, and pytest shall not show the host's frames.
     """
-    bases: tuple[type[Exception], ...] = (RankFailure, bdb.BdbQuit) if shown else (RankFailure,)
+    bases: tuple[type[BaseException], ...] = (RankFailure, bdb.BdbQuit) if shown else (RankFailure,)
     report = terminal.failure(verdict, evidence)
     raised = next((e for r in evidence.ranks if r.rank in verdict.ranks for e in r.exceptions), None)
     kind = getattr(sys.modules.get(raised.module), raised.type, None) if raised is not None else None
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    ends_session = (KeyboardInterrupt, pytest.exit.Exception)
+    if isinstance(kind, type) and issubclass(kind, BaseException) and not issubclass(kind, ends_session):
         # Two layouts may conflict, and a type may refuse to be inherited, made or changed.
         with contextlib.suppress(Exception):
             return type("RankFailure", (*bases, kind), {})(verdict, report)
