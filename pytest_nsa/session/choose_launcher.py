@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from pytest_nsa.rank import coverage
-from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher
+from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, interpreter
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.disk_space import reserve
@@ -115,7 +115,7 @@ def _clean_zygote(
     passed = {ZYGOTE_FD: theirs, **({LISTENER_FD: listener} if listener is not None else {})}
     with open(open_to_append(log), "ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *arguments], cwd=config.invocation_params.dir, stdin=subprocess.DEVNULL,
+            [*interpreter(), "-m", "pytest", *arguments], cwd=config.invocation_params.dir, stdin=subprocess.DEVNULL,
             stdout=output, stderr=output, pass_fds=[s.fileno() for s in passed.values()], preexec_fn=in_child,
             env=child_environment(**{name: str(s.fileno()) for name, s in passed.items()}, **coverage.for_child()),
         )  # fmt: skip

@@ -132,10 +132,16 @@ def _hash_seed(job: Job, rank: int) -> dict[str, str]:
     return {"PYTHONHASHSEED": str(job.hash_seeds[rank])} if job.hash_seeds else {}
 
 
+def interpreter() -> list[str]:
+    """Return the command of an interpreter with this one's options: -O, -X dev, -W."""
+    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+
+
 class ColdLauncher:
     """A new interpreter per rank, which collects the tests again: slow, and free of whatever this process has done."""
 
     lost: Collection[int] = ()
+    has_ended = False
 
     def __init__(self, config: pytest.Config, arguments: list[str]) -> None:
         self.cwd = config.invocation_params.dir
@@ -167,7 +173,7 @@ class ColdLauncher:
             write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "ports": numbers_of(self._held)}))
             with open(open_to_append(folder / "output.log"), "ab") as log:
                 self._ranks[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,
+                    [*interpreter(), "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,
                     stderr=log, preexec_fn=in_child,
                     env=child_environment(**{COLD_JOB: str(spec)}, **_hash_seed(job, rank), **coverage.for_child()),
                 )  # fmt: skip
