@@ -193,6 +193,13 @@ class RankRecorder:
         self._spare = SpareFiles()
         _suite_properties(config)  # makes what keeps them, before ranks are forked
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """Forget what keeps properties: it is no plugin, which pytest's own would unregister."""
+        log = config.stash.get(xml_key, None)
+        if log is not None and not config.pluginmanager.is_registered(log):
+            del config.stash[xml_key]
+
     def begin(self, ctx: RankContext) -> None:
         """Another test."""
         self.ctx, self._is_begun = ctx, True

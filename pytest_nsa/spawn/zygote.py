@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,14 @@ class Zygote:
     """Serves hosts until the first has gone. ``listener`` is where further ones connect (xdist workers)."""
 
     def __init__(
-        self, items: dict[str, pytest.Item], first: socket.socket, listener: socket.socket | None = None
+        self,
+        items: dict[str, pytest.Item],
+        first: socket.socket,
+        listener: socket.socket | None = None,
+        failures: Mapping[str, str] | None = None,
     ) -> None:
         self.items = items
+        self.failures = failures or {}
         self.first = Host(Channel(first))
         self.hosts = [self.first]
         self.listener = listener
@@ -213,7 +218,9 @@ class Zygote:
         try:
             prepare(job, self.items)
         except LookupError as error:
-            host.channel.send(op="refused", number=number, reason=str(error))
+            why = next((text for at, text in self.failures.items() if at and job.nodeid.startswith(at)), "")
+            reason = f"{error}, a new `python -m pytest`: {why}" if why else str(error)
+            host.channel.send(op="refused", number=number, reason=reason)
             return
         stayed = host.current if host.current is not None and host.current.is_waiting and host.current.reuse else None
         if stayed is not None and job.reuse and stayed.fits(job):
@@ -353,9 +360,16 @@ class ServeSession:
     def __init__(self, fd: int, listener_fd: int | None) -> None:
         self.first = socket.socket(fileno=fd)
         self.listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
+        self.failures: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why something cannot be collected here, though the host could."""
+        if report.failed:
+            *_, last = report.longreprtext.strip().splitlines() or [""]
+            self.failures[report.nodeid] = last.removeprefix("E").strip()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         # A child cannot speak to the terminal: what it collected is in the hosts' hands already.
-        Zygote(by_nodeid(session.items), self.first, self.listener).serve()
+        Zygote(by_nodeid(session.items), self.first, self.listener, self.failures).serve()
         return True
