@@ -24,6 +24,10 @@ def compare(base: list[Path], new: list[Path], page: Path | None) -> int:
             )
             return 2
     sides = [[{e.name: e.verdict for e in read_entries(folder)} for folder in side] for side in (base, new)]
+    for folder, entries in zip((*base, *new), (*sides[0], *sides[1]), strict=True):
+        if not entries:
+            print(f"error: {str(folder)!r}: its {VERDICTS} has no verdict that can be read", file=sys.stderr)
+            return 2
     found = comparing.compare(*sides)
     names = (_name(base[0]), _name(new[0]))
     tests = len({*sides[0][0], *sides[1][0]})

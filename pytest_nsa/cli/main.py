@@ -25,7 +25,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
-from pytest_nsa.report.runs import KEPT, KEPT_FAILED
+from pytest_nsa.report.runs import KEPT, KEPT_FAILED, in_short
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import write_atomically
@@ -140,6 +140,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         return 2
     first = to_write_in(first) if arguments.html else first
     folders = find_test_folders(first)
+    unread = [path.name for path in sorted(first.iterdir()) if path.is_dir() and not os.access(path, os.R_OK | os.X_OK)]
+    if unread:
+        print(visible(f"skipped: {in_short([f'{name}: it may not be read' for name in unread])}"), file=sys.stderr)
     failed = False
     entries = []
     for folder in folders:
@@ -177,7 +180,9 @@ def is_live(evidence: Evidence) -> bool:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    folders = {arguments.run.resolve()} if arguments.run else set()
+    folders = (
+        {Path(os.path.realpath(arguments.run))} if arguments.run else set()
+    )  # resolve() raises where links go in circles
     for pid in arguments.pids:
         found = folder_of(pid)
         if found is None:

@@ -267,7 +267,7 @@ def watch(
                 if once or is_over:
                     break
             if once and not has_seen and settled:
-                print(f"error: no rank has left a board in {', '.join(map(str, folders))}", file=sys.stderr)
+                print(visible(f"error: no rank has left a board in {', '.join(map(str, folders))}"), file=sys.stderr)
                 return 2
             time.sleep(LOOK_S)
     except KeyboardInterrupt:

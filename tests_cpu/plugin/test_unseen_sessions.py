@@ -1,0 +1,255 @@
+"""What a session with ranks changes for the tests beside them, and for pytest's own options: nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pytest_nsa.testing import run_example, run_in
+
+PLAIN = """
+import asyncio
+import concurrent.futures
+import contextlib
+import multiprocessing
+
+fork = multiprocessing.get_context("fork")
+pool = concurrent.futures.ProcessPoolExecutor(1)
+
+
+@world_size(2)
+def test_a_ranked(): pass
+
+
+def waits(has_begun):
+    has_begun.set()
+    threading.Event().wait()
+
+
+def test_a_fork_ends_by_the_signal():
+    has_begun = fork.Event()
+    process = fork.Process(target=waits, args=(has_begun,))
+    process.start()
+    has_begun.wait()
+    process.terminate()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
+
+
+def test_asyncio_takes_the_interrupt():
+    async def interrupted():
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "ended well"
+
+    assert asyncio.run(interrupted()) == "ended well"
+
+
+def test_a_handler_calls_the_one_before_it():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def handler(number, frame):
+        seen.append(number)
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+def test_a_pool_of_the_module():
+    assert pool.submit(abs, -1).result() == 1
+
+
+def test_all_children_are_ended():
+    for pid in map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split()):
+        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # the pool has waited for it
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@world_size(2)
+def test_z_ranked(): pass
+"""
+
+
+@pytest.mark.parametrize("descendants", ["off", "report"])
+def test_plain_tests_find_signals_and_children_as_they_are(pytester: pytest.Pytester, descendants: str) -> None:
+    options = ("-p", "no:randomly", "-o", f"ranks_descendants={descendants}", "-o", "ranks_left_fails=true")
+    result = run_example(pytester, PLAIN, *options)
+    assert (result.outcomes["passed"], result.returncode) == (7, 0)
+    assert "another one serves since" in result.stdout
+    assert "would keep this session" not in result.stderr
+
+
+def test_a_path_may_have_an_at_sign(pytester: pytest.Pytester) -> None:
+    folder = pytester.mkdir("pkg@2")
+    folder.joinpath("test_at.py").write_text(
+        "import pytest\npytestmark = pytest.mark.world_size(2)\ndef test_fails(): assert 1 == 2\ndef test_passes(): pass\n"
+    )
+    assert run_in(pytester.path).outcomes == {"failed": 1, "passed": 1}
+
+
+TMP = """
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_text("kept")
+    return path
+
+
+def test_before(data):
+    assert data.read_text() == "kept"
+
+
+@world_size(2)
+def test_ranked(request, group):
+    paths = [None, None]
+    dist.all_gather_object(paths, str(request.getfixturevalue("tmp_path")))
+    assert paths[0] == paths[1]
+
+
+def test_data_is_there(data):
+    assert data.read_text() == "kept"
+"""
+
+
+def test_a_folder_that_is_asked_for_by_request_is_the_ranks_own(pytester: pytest.Pytester) -> None:
+    assert run_example(pytester, TMP, "-p", "no:randomly").outcomes == {"passed": 3}
+
+
+MOCKED = """
+import subprocess
+from torch.distributed import distributed_c10d
+
+
+def test_mocked(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: calls.append(a))
+    subprocess.run(["true"], check=True)
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    assert len(calls) == 1
+
+
+def test_real(tmp_path):
+    distributed_c10d.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_mock_of_a_group_is_gone_with_its_test(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, MOCKED, "-p", "no:randomly", "-o", "ranks_descendants=report")
+    assert result.outcomes == {"passed": 2}
+
+
+FIRST = """
+import subprocess
+
+
+def test_first(): subprocess.run(["true"], check=True)
+
+
+@world_size(2)
+def test_ranked(): pass
+"""
+
+
+def test_what_starts_the_ranks_is_not_the_first_test_s(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, FIRST, "-p", "no:randomly", "-o", "ranks_descendants=end")
+    assert result.outcomes == {"passed": 2}
+    assert "another one serves since" not in result.stdout
+
+
+FROZEN = """
+import ctypes
+import torch.multiprocessing as mp
+
+
+def stops(rank, path):
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{path}")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def holds(rank, path):
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{path}")
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(1000)
+    dist.barrier()
+
+
+@pytest.mark.timeout(8)
+@pytest.mark.parametrize("program", [stops, holds])
+def test_frozen(tmp_path, program):
+    mp.spawn(program, args=(str(tmp_path / "store"),), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "cause"), [("stops", "rank_stopped"), pytest.param("holds", "gil_held", marks=pytest.mark.slow)]
+)
+def test_a_frozen_rank_of_a_plain_test_has_not_moved(pytester: pytest.Pytester, program: str, cause: str) -> None:
+    result = run_example(pytester, FROZEN, "-k", program, "-o", "ranks_descendants=report")
+    (verdict,) = result.verdicts.values()
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", cause, (1,))
+
+
+def test_pytest_s_debugger_may_be_off(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(2)\ndef test_it(): pass", "-p", "no:debugging")
+    assert result.outcomes == {"passed": 1}
+
+
+def test_a_mark_may_come_late(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("""
+        import pytest
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_collection_modifyitems(items):
+            found = yield
+            for item in items:
+                item.add_marker(pytest.mark.world_size(2))
+            return found
+    """)
+    result = run_example(pytester, "def test_it(): assert dist.get_world_size() == 2")
+    assert result.outcomes == {"passed": 1}
+
+
+def test_an_exit_may_be_expected(pytester: pytest.Pytester) -> None:
+    source = "@world_size(2)\n@pytest.mark.xfail(raises=SystemExit)\ndef test_it(): sys.exit(3)"
+    assert run_example(pytester, source).outcomes == {"xfailed": 1}
+
+
+@pytest.mark.parametrize("launch", ["clean", pytest.param("cold", marks=pytest.mark.slow)])
+def test_ranks_have_the_interpreter_s_options(pytester: pytest.Pytester, launch: str) -> None:
+    pytester.makepyfile("""
+        import sys, pytest
+
+        @pytest.mark.world_size(2)
+        def test_options():
+            if __debug__ or not sys.flags.dev_mode:
+                pytest.fail(str(sys.flags))
+    """)
+    command = [sys.executable, "-O", "-X", "dev", "-m", "pytest", f"--ranks-launch={launch}", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=pytester.path, text=True, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_module_that_the_ranks_cannot_import_is_named(pytester: pytest.Pytester) -> None:
+    pytester.mkdir("lib").joinpath("only_of_the_host.py").write_text("")
+    pytester.makepyfile(test_it="import only_of_the_host, pytest\n@pytest.mark.world_size(2)\ndef test_it(): pass")
+    pytester.makepyfile(run="import sys, pytest\nsys.path.append('lib')\nsys.exit(pytest.main(sys.argv[1:]))")
+    command = [sys.executable, "run.py", "--ranks-launch=clean", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=pytester.path, text=True, capture_output=True, timeout=120, check=False)
+    assert "a new `python -m pytest`: ModuleNotFoundError: No module named 'only_of_the_host'" in done.stdout
+    (log,) = pytester.path.glob("artifacts/run_*/zygote.log")
+    assert "plugin is not registered" not in log.read_text()
