@@ -39,7 +39,7 @@ from pytest_nsa.session.outer.launched import outer_key
 from pytest_nsa.session.plugins import snapshots
 from pytest_nsa.session.plugins.forked import keep_from_forking
 from pytest_nsa.session.plugins.unreached_snapshots import UnreachedSnapshots
-from pytest_nsa.session.resources import gpu_memory
+from pytest_nsa.session.resources import lacks_gpu
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
 from pytest_nsa.wire.masking import mask_with
@@ -220,39 +220,23 @@ def _only_lists(config: pytest.Config) -> bool:
 
 
 def _needs_ranks(item: pytest.Item) -> bool:
-    return _is_for_ranks(item) and not item.stash.get(problem_key, "") and not _lacks_gpu(item) and not why_no_ranks()
+    return (
+        _is_for_ranks(item)
+        and not item.stash.get(problem_key, "")
+        and not lacks_gpu(item, item.config.stash[settings_key])
+        and not why_no_ranks()
+    )
 
 
 def _is_for_ranks(item: pytest.Item) -> bool:
     return isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ())
 
 
-def _lacks_gpu(item: pytest.Item) -> str:
-    """Return why ``item`` cannot have the GPUs that it requests; '' when it can."""
-    mark = item.get_closest_marker("gpu")
-    there = item.config.stash[settings_key].gpus
-    if mark is None:
-        return ""
-    if there >= (mark.kwargs.get("count") or 1):
-        return _lacks_gpu_memory(item, mark)
-    if not there:
-        return "needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)"
-    return f"needs {mark.kwargs['count']} GPUs, and this machine shows {there}"
-
-
-def _lacks_gpu_memory(item: pytest.Item, mark: pytest.Mark) -> str:
-    wanted = marked.memory_of(mark)
-    has = gpu_memory(item.config.stash[settings_key]) if wanted else 0
-    if not wanted or not has or wanted <= has:
-        return ""
-    return f"needs {mark.kwargs['memory']} on a GPU, and the smallest here has {has >> 30} GiB"
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.stash.get(problem_key, ""):  # it alone: the others of the session run
         pytest.fail(item.stash[problem_key], pytrace=False)
-    reason = _lacks_gpu(item)
+    reason = lacks_gpu(item, item.config.stash[settings_key])
     if reason:
         pytest.skip(reason)
     if _is_for_ranks(item) and not _is_child(item.config):

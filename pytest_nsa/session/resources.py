@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pytest_nsa import marked
 from pytest_nsa.monitor.terminal import past_capture
 from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import FAKE_GPU_MEMORY, Settings
@@ -90,3 +91,24 @@ class Resources:
         """A line to the terminal while a test waits; also from an xdist worker, whose standard error is the controller's."""
         with past_capture(self.config):
             print(f"\nnsa: {text}", file=sys.__stderr__, flush=True)
+
+
+def lacks_gpu(item: pytest.Item, settings: Settings) -> str:
+    """Return why ``item`` cannot have the GPUs that it requests; '' when it can."""
+    mark = item.get_closest_marker("gpu")
+    there = settings.gpus
+    if mark is None:
+        return ""
+    if there >= (mark.kwargs.get("count") or 1):
+        return _lacks_gpu_memory(mark, settings)
+    if not there:
+        return "needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)"
+    return f"needs {mark.kwargs['count']} GPUs, and this machine shows {there}"
+
+
+def _lacks_gpu_memory(mark: pytest.Mark, settings: Settings) -> str:
+    wanted = marked.memory_of(mark)
+    has = gpu_memory(settings) if wanted else 0
+    if not wanted or not has or wanted <= has:
+        return ""
+    return f"needs {mark.kwargs['memory']} on a GPU, and the smallest here has {has >> 30} GiB"
