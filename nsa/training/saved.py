@@ -74,7 +74,11 @@ def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
     else:
         saved = saved_in(folder)
         if (folder / "latest").exists():
-            named = folder / read_file(folder / "latest").decode(errors="replace").strip()
+            try:
+                named = folder / read_file(folder / "latest").decode(errors="replace").strip()
+            except OSError as error:
+                why = f"cannot be read ({error.strerror}); give --resume a checkpoint (step_*)"
+                raise ConfigError(f"{str(folder / 'latest')!r}: {why}") from None
             saved = [path for path in saved if path <= named]  # those of later steps are not this run's
         if not saved:
             return None
@@ -147,7 +151,9 @@ def newest_finite(folder: Path, before: int) -> Path | None:
 
 def data_settings(config: Config) -> dict[str, Any]:
     """Return what the position in the data depends on."""
-    return {"seq_len": config.train.seq_len, "dataset": config.data.dataset, "tokenizer": config.data.tokenizer}
+    data = config.data
+    hub = data.hub if data.path is None else None  # files at a path may be at another one now
+    return {"seq_len": config.train.seq_len, "dataset": data.dataset, "hub": hub, "tokenizer": data.tokenizer}
 
 
 def refuse_other_data(path: Path, config: Config) -> None:

@@ -11,6 +11,7 @@ import pickle
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nsa.config import Config, ConfigError, ModelConfig, load_config
 from nsa.data import Position, batches, open_source
 from nsa.training import checkpoint
 from nsa.training.parallel import RankInfo
-from nsa.training.saved import damage, describe, find
+from nsa.training.saved import damage, describe, find, refuse_other_data
 from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
@@ -333,6 +334,10 @@ def test_what_is_kept_are_the_newest_of_this_run(tmp_path: Path) -> None:
     assert saved_at(3) == ["latest", names[2], names[3], names[80], names[90]]
     (folder / "latest").write_text("step_00000004\n")  # it is gone: the one before it is taken
     assert find(folder, "auto") == folder / names[3]
+    (folder / "latest").unlink()
+    (folder / "latest").mkdir()
+    with pytest.raises(ConfigError, match=r"latest': cannot be read \(.*\); give --resume a checkpoint"):
+        find(folder, "auto")
 
 
 def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,6 +348,11 @@ def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert (
         "its place in the data is of dataset='synthetic' (here 'copy'); go on with the same" in capsys.readouterr().err
     )
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    other = load_config(tmp_path / "small.yaml")
+    other = replace(other, data=replace(other.data, hub="other/texts"))
+    with pytest.raises(ConfigError, match=r"is of hub=None \(here 'other/texts'\)"):
+        refuse_other_data(saved, other)
 
 
 def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ class XdistHooks:
     def _announce(self, paths: list[Path]) -> None:
         """Print what the workers announce, while they run: xdist itself calls no hook until a test has ended."""
         shown = dict.fromkeys(paths, 0)  # of each: a worker may have moved to the second
-        while not self._done.wait(ANNOUNCE_S):
+        is_done = False
+        while not is_done:
+            is_done = self._done.wait(ANNOUNCE_S)  # what has come until then is printed, too
             for path in paths:
                 texts = [entry["text"] for entry in read_lines(path)]
                 for text in texts[shown[path] :]:
