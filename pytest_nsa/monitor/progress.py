@@ -23,7 +23,9 @@ def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
     """Return for how many seconds a rank has not moved: by its own heartbeat, and since that has stopped, or never beat."""
     n = board.numbers
     if beat := n.get("beat_monotonic"):
-        return BEAT_S * n.get("still_looks", 0.0) + max(0.0, now - beat)
+        # By both clocks: one may have been set, the other is another machine's.
+        silent = min(now - beat, time.time() - n.get("beat_time", 0.0))
+        return BEAT_S * n.get("still_looks", 0.0) + max(0.0, silent)
     wrote = max(n.get("phase_time", 0.0), n.get("line_time", 0.0))
     return max(0.0, time.time() - wrote) if wrote else 0.0
 
