@@ -116,7 +116,8 @@ class OuterHooks:
         """The tests are known; with ``has_ranks`` some of them run on ranks, and this process may be a follower."""
         self.follows = has_ranks and self.outer.rank > 0
         if self.follows:
-            self._leader_s = {item.nodeid for item in session.items if self._is_the_leader_s(item)}
+            mine = (i for i in session.items if isinstance(i, Ranked) or self._runs_in_the_leader(i))
+            self._leader_s = {item.nodeid for item in mine}  # rank 0's process alone reports them
             self._exclude_from_junit()
             remove_hooks(self.config, of_reports_alone=True)  # other reporters' files are the leader's
             folder = self.config.stash[runner_key].folder
@@ -125,10 +126,6 @@ class OuterHooks:
             self.screen.drop()
         else:  # also where a module cannot be collected here
             self.screen.release()
-
-    def _is_the_leader_s(self, item: pytest.Item) -> bool:
-        """Return whether rank 0's process alone reports a test."""
-        return isinstance(item, Ranked) or self._runs_in_the_leader(item)
 
     def _runs_in_the_leader(self, item: pytest.Item) -> bool:
         is_plain = not isinstance(item, Ranked)
