@@ -32,6 +32,8 @@ def autostart() -> None:
     if _begin is None and rank.isdecimal() and not _is_done(rank):
         _start(int(rank), int(os.environ.get("WORLD_SIZE") or 1), {})
     _hook_groups()
+    if _begin is None:
+        _hook_processes()
 
 
 def begin_at_first_group(begin: Begin) -> None:
@@ -60,16 +62,22 @@ def _is_done(rank: str) -> bool:
 
 
 def _start(rank: int, world_size: int, given: dict[str, Any]) -> None:
-    """Follow this process into the folder that the environment names, if it names one for it."""
+    """Follow this process into the folder that the environment names, if it names one for it; one that cannot be written costs
+    the evidence, not the training.
+    """
     folder = os.environ.get(VARIABLE)
-    if folder:
-        mark_as_traced()
-        from nsa.trace.training import trace_training
+    if not folder and not job_folders.is_requested():
+        return
+    mark_as_traced()
+    from nsa.trace.training import trace_training
 
-        trace_training(folder, rank, world_size)
-    elif job_folders.is_requested():
-        mark_as_traced()
-        job_folders.begin(rank, world_size, given)
+    try:
+        if folder:
+            trace_training(folder, rank, world_size)
+        else:
+            job_folders.begin(rank, world_size, given)
+    except OSError as error:
+        print(f"nsa: rank {rank} leaves no evidence: {error}", file=sys.stderr)
 
 
 def _hook_groups() -> None:
@@ -94,6 +102,41 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
 
     init_process_group._nsa_begins = True  # type: ignore[attr-defined]
     return init_process_group
+
+
+def _hook_processes() -> None:
+    """Wrap what multiprocessing starts a child with, once a process: exceptions of children reach no hook, and a child that was
+    forked calls no handler of atexit before Python 3.13.
+    """
+    from multiprocessing.process import BaseProcess
+
+    kind: Any = BaseProcess
+    bootstrap = kind._bootstrap
+    if hasattr(bootstrap, "_nsa_follows"):
+        return
+
+    @functools.wraps(bootstrap)
+    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.run = functools.partial(_run, self.run)
+        return bootstrap(self, *args, **kwargs)
+
+    followed._nsa_follows = True  # type: ignore[attr-defined]
+    kind._bootstrap = followed
+
+
+def _run(run: Callable[[], None]) -> None:
+    try:
+        run()
+    except BaseException as error:
+        _ended(error)
+        raise
+    _ended(None)
+
+
+def _ended(error: BaseException | None) -> None:
+    training = sys.modules.get("nsa.trace.training")
+    if training is not None and training.current is not None:
+        training.current.end_with(error)
 
 
 def _before_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,7 @@ def begin(rank: int, world_size: int, given: dict[str, Any]) -> None:
     os.environ.setdefault("NSA_TRACE_LEVEL", "light")
     from nsa.trace.training import trace_training
 
-    folder = _folder(rank, world_size, given)
-    traced = trace_training(folder, rank, world_size)
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None and process.parent_process() is not None:
-        from multiprocessing import util  # its children call no handler of atexit, and their exceptions reach no hook
-
-        def ended() -> None:
-            error = sys.exc_info()[1]
-            if isinstance(error, SystemExit):
-                error = error.__context__ if error.code not in (0, None) else None
-            traced.end(error)
-
-        util.Finalize(None, ended, exitpriority=-1000)
+    trace_training(_folder(rank, world_size, given), rank, world_size)
 
 
 def _folder(rank: int, world_size: int, given: dict[str, Any]) -> Path:

@@ -7,14 +7,17 @@ NSA_TRACE_DIR names the folder: then importing torch is enough (`autostart`, an 
 from __future__ import annotations
 
 import atexit
+import errno
 import faulthandler
 import itertools
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -28,6 +31,7 @@ from nsa.trace.session import installed
 from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
+TERMINATED = "terminated.txt"  # the stacks where SIGTERM came, from outside: torchrun's after the death of another rank
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
 MAX_ORDERS = 100  # of steps, the first, whose gradients' order is compared between ranks
 
@@ -42,12 +46,21 @@ class TracedTraining:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.is_symlink():
             raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
-        for old in ("events.jsonl", "stall.json", "standing.json", "stacks.txt", FATAL):  # of a run before this one
+        _refuse_another_s(self.folder)
+        for old in (
+            "events.jsonl",
+            "stall.json",
+            "standing.json",
+            "stacks.txt",
+            FATAL,
+            TERMINATED,
+        ):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}
         record(self.folder, event="start", pid=os.getpid(), notes=[], **facts)
         self._fatal = _dump_fatal_errors(self.folder / FATAL)
+        self._terminated = _dump_at_sigterm(self.folder / TERMINATED)
         self.session = installed()
         self.session.begin(self.folder, rank, world_size, label, beats=run)
         record_models(self.session.observer, self.folder, self.session.heartbeat)
@@ -55,12 +68,41 @@ class TracedTraining:
         self.board.phase("body")
         self._pid, self._hook, self._ended = os.getpid(), sys.excepthook, False
         sys.excepthook = self._raised
-        atexit.register(self.end)
+        self._before = sys.exit, os._exit
+        self._exiting_by = self._exiting, self._leaving
+        sys.exit, os._exit = self._exiting_by
+        self._exits: tuple[SystemExit, TracebackType | None, tuple[int, ...]] | None = None
+        atexit.register(self._at_exit)
+        global current
+        current = self
 
     def _raised(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         hook = self._hook
         self.end(error.with_traceback(traceback))
         hook(kind, error, traceback)
+
+    def _exiting(self, status: Any = None, /) -> NoReturn:
+        """Keep where sys.exit was called: at the process's end nothing shows it."""
+        error = SystemExit(status)
+        if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
+            self._exits = error, _traceback_of(sys._getframe(1)), self.board.moves
+        raise error
+
+    def _leaving(self, status: int) -> NoReturn:
+        """End before os._exit, which calls no handler."""
+        self.end_with(SystemExit(status).with_traceback(_traceback_of(sys._getframe(1))))
+        self._before[1](status)
+
+    def _at_exit(self) -> None:
+        error, traceback, moves = self._exits or (None, None, ())
+        # Where the rank has gone on since, the program has caught it.
+        self.end_with(error.with_traceback(traceback) if error is not None and moves == self.board.moves else None)
+
+    def end_with(self, error: BaseException | None) -> None:
+        """`end`, where what ended the process may be an exit: well, with a status, or after an exception."""
+        if isinstance(error, SystemExit):
+            error = None if error.code in (0, None) else error.__context__ or error
+        self.end(error)
 
     def end(self, error: BaseException | None = None, *, passed: bool = True) -> None:
         """The last heartbeat, and what it ended with: None where all is well. Only the first call counts, and no child's.
@@ -73,6 +115,8 @@ class TracedTraining:
             record_exception(self.folder, error, "call")
         self._ended = True
         sys.excepthook = self._hook
+        if (sys.exit, os._exit) == self._exiting_by:
+            sys.exit, os._exit = self._before
         self.board.phase("done")
         self.session.end()
         record(self.folder, event="done", passed=passed and error is None)
@@ -80,6 +124,9 @@ class TracedTraining:
             faulthandler.disable()
             self._fatal.close()
             (self.folder / FATAL).unlink(missing_ok=True)  # it is empty, as the process has come here
+        if self._terminated is not None:
+            _forget_sigterm()
+            self._terminated.close()
 
     def parameters_missing(self) -> list[str]:
         """Return the parameters whose gradient has not arrived in the backward that runs; none in another phase."""
@@ -87,6 +134,47 @@ class TracedTraining:
             return []
         names = self.session.observer.parameter_names
         return [name for index, name in enumerate(names) if not self.board.has_arrived(index)]
+
+
+current: TracedTraining | None = None  # this process's, or its parent's that it was forked from
+
+
+def _refuse_another_s(folder: Path) -> None:
+    """FileExistsError where a process that runs has a rank's folder: that of another job, or of one that started this one."""
+    try:
+        pid = int(json.loads((folder / "events.jsonl").read_text().splitlines()[0])["pid"])
+        is_in_use = pid != os.getpid() and str(folder / "board.bin") in Path(f"/proc/{pid}/maps").read_text()
+    except (OSError, ValueError, IndexError, TypeError, KeyError):  # none, or not one of ours
+        return
+    if is_in_use:
+        in_use = (
+            f"process {pid} leaves its evidence there; give this job another folder, or remove NSA_TRACE_DIR from it"
+        )
+        raise FileExistsError(errno.EEXIST, in_use, str(folder))
+
+
+def _traceback_of(frame: FrameType | None) -> TracebackType | None:
+    """Return a traceback that leads to where ``frame`` is."""
+    found = None
+    while frame is not None:
+        found = TracebackType(found, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return found
+
+
+def _dump_at_sigterm(path: Path) -> TextIO | None:
+    """Have all stacks written to ``path`` where SIGTERM comes, then what it does without; None where the program handles it."""
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return None
+    file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
+    faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
+    os.register_at_fork(after_in_child=lambda: None if file.closed else _forget_sigterm())
+    return file
+
+
+def _forget_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # else it is the program's since
+        faulthandler.unregister(signal.SIGTERM)
 
 
 def _dump_fatal_errors(path: Path) -> TextIO | None:

@@ -16,12 +16,11 @@ from pathlib import Path
 from pytest_nsa.cli.compare import compare, print_history
 from pytest_nsa.cli.foreign_folders import to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
-from pytest_nsa.cli.report import clean, read, report
+from pytest_nsa.cli.report import clean, is_live, read, report
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.cli.without_evidence import watch_unaided
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders
-from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
@@ -143,19 +142,20 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     unread = [path.name for path in sorted(first.iterdir()) if path.is_dir() and not os.access(path, os.R_OK | os.X_OK)]
     if unread:
         print(visible(f"skipped: {in_short([f'{name}: it may not be read' for name in unread])}"), file=sys.stderr)
-    failed = False
+    failed = are_running = False
     entries = []
     for folder in folders:
         evidence = read(folder, *others, sources=arguments.sources)
         if evidence is None:
             continue
-        verdict = diagnose(evidence)
-        name_of_test = visible(verdict.scenario or verdict.nodeid)
+        name_of_test = visible(evidence.job.scenario or evidence.job.nodeid)
         if is_live(evidence):
-            print(
-                f"{name_of_test}: it is still running; this is its state now",
-                file=sys.stderr,
-            )
+            state = "this is its state now" if evidence.was_stalled else "its ranks make progress"
+            print(f"{name_of_test}: it is still running; {state}", file=sys.stderr)
+            if not evidence.was_stalled:
+                are_running = True
+                continue
+        verdict = diagnose(evidence)
         failed = failed or verdict.failed
         name = str(folder.relative_to(first))
         entries.append(Entry(folder=name, verdict=verdict))
@@ -170,13 +170,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)
         )
         print(visible(str(first / "report.html")), file=sys.stderr)
-    return 2 if not entries else 1 if failed else 0
-
-
-def is_live(evidence: Evidence) -> bool:
-    """Return whether a rank of the evidence runs on this machine, and maps its board still."""
-    folders = {rank.folder.parent.resolve(): int(rank.board.numbers["pid"]) for rank in evidence.ranks if rank.board}
-    return evidence.stop == "host_died" and any(folder_of(pid) == folder for folder, pid in folders.items())
+    return 2 if not entries and not are_running else 1 if failed else 0
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.cli.foreign_folders import to_write_in, with_allowed_sources
+from pytest_nsa.cli.watch import folder_of
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders, load
@@ -52,11 +53,17 @@ def _conclude(run: Path, sources: bool) -> None:
         if folder.name in known:
             continue
         evidence = read(folder, sources=sources)
-        if evidence is None:
+        if evidence is None or is_live(evidence):
             continue
         verdict = diagnose(evidence)
         write_verdict(folder, verdict)
         append_line(run / VERDICTS, {"folder": folder.name, **verdict.to_json()})
+
+
+def is_live(evidence: Evidence) -> bool:
+    """Return whether a rank of the evidence runs on this machine, and maps its board still."""
+    folders = {rank.folder.parent.resolve(): int(rank.board.numbers["pid"]) for rank in evidence.ranks if rank.board}
+    return evidence.stop == "host_died" and any(folder_of(pid) == folder for folder, pid in folders.items())
 
 
 def read(folder: Path, *others: Path, sources: bool) -> Evidence | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
+from pytest_nsa.evidence.first_gone import gone_before_others
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
@@ -68,10 +69,11 @@ def load(folder: Path, *others: Path) -> Evidence:
             _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
             for r in range(job.world_size)
         )
+    has_ended = bool(ended) if host else all(r.finished for r in ranks)  # no process watches a training
     return Evidence(
         job=job,
         ranks=with_the_job_s_numbers(ranks),
-        stop=stop.get("reason", "host_died" if refused or not ended else ""),
+        stop=stop.get("reason", "host_died" if refused or not has_ended else ""),
         stopped_by=stop.get("by", ""),
         stalled_s=stop.get("stalled_s", 0.0),
         moved_at_stop=stop.get("moved", False),
@@ -188,7 +190,8 @@ def _read_rank(
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         pytest_exit=next((e for e in events if e["event"] == "pytest_exit"), {}),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
-        gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0),
+        gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0)
+        or (0.0 if host or done else gone_before_others(folder, board)),
         anomalies=tuple(e for e in events if e["event"] == "anomaly"),
         modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
         checksums=folder / "checksums.jsonl",
@@ -391,8 +394,7 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
 
 
 def find_test_folders(folder: Path) -> list[Path]:
-    """Return ``folder`` itself when it is a test's, else the tests' folders in it."""
+    """Return ``folder`` itself when it is a test's, else the tests' folders in it; none that is a link, which may lead anywhere."""
     if (folder / "job.json").is_file():
         return [folder]
-    found = (path.parent for path in folder.glob("*/job.json") if path.is_file())
-    return sorted(path for path in found if not path.is_symlink())  # one that is a link may lead anywhere
+    return sorted(p.parent for p in folder.glob("*/job.json") if p.is_file() and not p.parent.is_symlink())
