@@ -85,7 +85,7 @@ def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
             pytest.fail(problem, pytrace=False)
     except pytest.skip.Exception as skip:
         record(ctx.folder, event="skipped", reason=str(skip))
-    except (Exception, pytest.fail.Exception) as error:
+    except BaseException as error:
         record_exception(ctx.folder, error, "call")
         traceback.print_exc()
         return False

@@ -18,7 +18,7 @@ from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, interpret
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.disk_space import reserve
-from pytest_nsa.system.prctl import die_with
+from pytest_nsa.system.prctl import die_with, fork
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.wire.files import open_to_append
 from pytest_nsa.wire.messages import Channel
@@ -81,7 +81,7 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
         if stream is not None:
             stream.flush()
     parent = os.getpid()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         try:
             die_with(parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,12 @@ def _check(
         raise ValueError(
             f"launch({name}): the function must be at the top level of its module, so that ranks find it by name"
         )
+    if (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        raise ValueError(f"launch({name}): a call of it runs nothing; give a function that runs it, as by asyncio.run")
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"launch({name}, world_size={world_size!r}): must be from 1 to {MAX_WORLD_SIZE}")
     if not timeout > 0:

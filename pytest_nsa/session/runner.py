@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -57,6 +58,7 @@ class RankRunner:
         self._terminal = Terminal(config)
         self._debugger: DebuggerServer | None = None
         self._shown_ids: dict[str, str] = {}
+        self._launches = threading.Lock()
 
     def shown_id(self, session: pytest.Session, nodeid: str) -> str:
         """Return a test's id as it is written."""
@@ -160,8 +162,9 @@ class RankRunner:
         return replace(job, stay=False)
 
     def run_function(self, session: pytest.Session, job: Job) -> Verdict:
-        """Run a function for the fixture `launch`; its folder has been made."""
-        return self._run(session, job, keep=True, record=False)[0]
+        """Run a function for the fixture `launch`; its folder has been made. One at a time, where threads launch."""
+        with self._launches:
+            return self._run(session, job, keep=True, record=False)[0]
 
     def _run(
         self, session: pytest.Session, job: Job, *, keep: bool, record: bool, is_tried: bool = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_nsa.system.prctl import kill_group
+from pytest_nsa.system.prctl import fork, kill_group
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 
 # For ranks forked ahead to form their group, once they are wanted; fresh ones leave evidence of what is wrong.
@@ -92,7 +92,7 @@ class WorkerGroup:
         """Fork every rank; in each, ``become(rank, control)`` must never return. ``job`` is what they know from the start."""
         for rank in self.spec.local_ranks:
             ours, theirs = socket.socketpair()
-            pid = os.fork()
+            pid = fork()
             if pid == 0:
                 ours.close()
                 for member in self.members.values():

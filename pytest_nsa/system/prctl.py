@@ -6,12 +6,20 @@ import contextlib
 import ctypes
 import os
 import signal
+import warnings
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IOLBF = 1  # stdio.h of glibc and musl
 _libc = ctypes.CDLL(None, use_errno=True)
 # Python's own wrapper makes an enum of the handler that was there, for which a fork copies fifty pages.
 set_handler = getattr(signal.signal, "__wrapped__", signal.signal)
+
+
+def fork() -> int:
+    """`os.fork` without the warning of threads that Python 3.12 has: what forks here has looked which ones run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
