@@ -89,9 +89,12 @@ class TracedTraining:
         raise error
 
     def _leaving(self, status: int) -> NoReturn:
-        """End before os._exit, which calls no handler."""
-        self.end_with(SystemExit(status).with_traceback(_traceback_of(sys._getframe(1))))
-        self._before[1](status)
+        """End before os._exit of the main thread, which calls no handler."""
+        try:
+            if threading.current_thread() is threading.main_thread():
+                self.end_with(SystemExit(status).with_traceback(_traceback_of(sys._getframe(1))))
+        finally:
+            self._before[1](status)
 
     def _at_exit(self) -> None:
         error, traceback, moves = self._exits or (None, None, ())

@@ -186,7 +186,7 @@ def _verdict(entry: Entry) -> list[str]:
     out = [
         f"### {markdown(entry.name)}: {v.outcome}",
         "",
-        f"- ranks: {v.culprits()} of {v.world_size} ({markdown(v.backend)}, {markdown(v.parallel)})",
+        f"- ranks: {v.culprits()} of {v.world_size} ({', '.join(markdown(x) for x in (v.backend, v.parallel) if x)})",
     ]
     out.append(f"- cause: {code(v.cause)}, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:

@@ -137,6 +137,6 @@ def test_an_unmarked_test_s_child_that_failed_is_named(pytester: pytest.Pytester
         answers.get()
     """
     result = run_example(pytester, source, "--ranks-descendants=report")
-    assert result.outcomes == {"failed": 1}
+    assert result.outcomes["failed"] == 1  # from Python 3.12 on with a warning of its fork
     assert "has failed (exit code 1), and was not waited for" in result.stdout
     assert "waits    the test, at test_example.py:" in result.stdout

@@ -307,7 +307,7 @@ def test_b():
         time.sleep(600)
     open("left.txt", "w").write(str(pid))
 """
-    assert run_example(pytester, source, "-s").outcomes == {"passed": 2}
+    assert run_example(pytester, source, "-s", "-W", "ignore:This process:DeprecationWarning").outcomes == {"passed": 2}
     left = int((pytester.path / "left.txt").read_text())
     os.kill(left, signal.SIGKILL)  # still there: the session has not waited for it
 
