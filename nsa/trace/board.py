@@ -41,7 +41,7 @@ _NUMBERS = {
     "limit_time": "d",  # when the call that blocks the main thread ends by itself; 0: it has no such limit
     "polled_time": "d", "polled_from": "d",  # when the main thread last looked into a store, and began to, again and again
     "on_device": "q",  # 1: collectives were seen that outlast their wait
-    "loaders_ended": "q",  # iterators of data loaders in this process that came to their end
+    "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that came to their end
 }  # fmt: skip
 _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160, "key": 160}
 

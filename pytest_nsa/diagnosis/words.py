@@ -120,10 +120,15 @@ def _functions_of_side_threads(rank: RankEvidence) -> set[tuple[str, ...]]:
 
 
 def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
-    """Return that the culprits' data loaders were exhausted and the others' were not; else ''."""
-    ended = {r.rank: r.board.numbers.get("loaders_ended", 0.0) for r in evidence.ranks if r.board is not None}
-    others = [n for rank, n in ended.items() if rank not in culprits]
-    if cause != "skipped_collective" or not others or not all(ended.get(r, 0.0) > max(others) for r in culprits):
+    """Return that the culprits' data loaders were exhausted, and gave fewer batches than another rank has received; else ''."""
+    numbers = {r.rank: r.board.numbers for r in evidence.ranks if r.board is not None}
+    ended, batches = ({r: n.get(name, 0.0) for r, n in numbers.items()} for name in ("loaders_ended", "batches"))
+    others = [rank for rank in numbers if rank not in culprits]
+    if cause != "skipped_collective" or not others or not numbers.keys() >= set(culprits):
+        return ""
+    if not all(
+        ended[r] > max(ended[o] for o in others) and batches[r] < max(batches[o] for o in others) for r in culprits
+    ):
         return ""
     return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"
 

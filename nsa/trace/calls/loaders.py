@@ -10,7 +10,7 @@ from nsa.trace.board import Board
 
 
 def count_batches(board: Board) -> None:
-    """Count on ``board`` each batch of a DataLoader of this process as progress, and each iterator that comes to its end."""
+    """Count on ``board`` each batch of a DataLoader of this process, and each iterator that comes to its end."""
     iterator: Any = dataloader._BaseDataLoaderIter
     following = iterator.__next__
 
@@ -20,6 +20,7 @@ def count_batches(board: Board) -> None:
         except StopIteration:
             board.add("loaders_ended")
             raise
+        board.add("batches")
         board.add("progress")
         return batch
 
