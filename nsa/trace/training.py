@@ -32,6 +32,7 @@ from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
 TERMINATED = "terminated.txt"  # the stacks where SIGTERM came, from outside: torchrun's after the death of another rank
+LONGEST = 1 << 16  # characters of a folder's first line that are read
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
 MAX_ORDERS = 100  # of steps, the first, whose gradients' order is compared between ranks
 
@@ -81,12 +82,15 @@ class TracedTraining:
         self.end(error.with_traceback(traceback))
         hook(kind, error, traceback)
 
-    def _exiting(self, status: Any = None, /) -> NoReturn:
-        """Keep where sys.exit was called: at the process's end nothing shows it."""
-        error = SystemExit(status)
-        if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
-            self._exits = error, _traceback_of(sys._getframe(1)), self.board.moves
-        raise error
+    def _exiting(self, *status: Any) -> NoReturn:
+        """Keep where sys.exit was called with a status: at the process's end nothing shows it."""
+        try:
+            self._before[0](*status)
+        except SystemExit as error:
+            is_mine = threading.current_thread() is threading.main_thread() and os.getpid() == self._pid
+            if is_mine and error.code not in (0, None):
+                self._exits = SystemExit(error.code), _traceback_of(sys._getframe(1)), self.board.moves
+            raise
 
     def _leaving(self, status: int) -> NoReturn:
         """End before os._exit of the main thread, which calls no handler."""
@@ -145,7 +149,8 @@ current: TracedTraining | None = None  # this process's, or its parent's that it
 def _refuse_another_s(folder: Path) -> None:
     """FileExistsError where a process that runs has a rank's folder: that of another job, or of one that started this one."""
     try:
-        pid = int(json.loads((folder / "events.jsonl").read_text().splitlines()[0])["pid"])
+        with open(folder / "events.jsonl", encoding="utf-8") as events:
+            pid = int(json.loads(events.readline(LONGEST))["pid"])
         is_in_use = pid != os.getpid() and str(folder / "board.bin") in Path(f"/proc/{pid}/maps").read_text()
     except (OSError, ValueError, IndexError, TypeError, KeyError):  # none, or not one of ours
         return
