@@ -169,11 +169,8 @@ def config_path_from_environment() -> str | None:
 
 def unknown_variables() -> list[str]:
     """Return a warning for each ``NSA_*`` variable that is not read: usually a typing error."""
-    known = {
-        *VARIABLES,
-        job_folders.FOLDER,
-        job_folders.HOST,
-    }  # the latter by pytest-nsa, in a program that a test starts
+    # pytest-nsa sets its own in a program that a test starts.
+    known = {*VARIABLES, job_folders.FOLDER, job_folders.HOST}
     unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in known)
     return [f"{name} is not a variable of this program{did_you_mean(name, VARIABLES)}" for name in unknown]
 

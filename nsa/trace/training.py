@@ -48,14 +48,8 @@ class TracedTraining:
         if self.folder.is_symlink():
             raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
         _refuse_another_s(self.folder)
-        for old in (
-            "events.jsonl",
-            "stall.json",
-            "standing.json",
-            "stacks.txt",
-            FATAL,
-            TERMINATED,
-        ):  # of a run before this one
+        # Of a run before this one.
+        for old in ("events.jsonl", "stall.json", "standing.json", "stacks.txt", FATAL, TERMINATED):
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}

@@ -6,22 +6,23 @@ was lost. A rank with neither, and without an end, was gone before: killed.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
-from pytest_nsa.evidence.board import BoardSnapshot
+from pytest_nsa.evidence.values import RankEvidence
 from pytest_nsa.wire.files import read_text
 
 TERMINATED = "terminated.txt"
 
 
-def gone_before_others(folder: Path, board: BoardSnapshot | None) -> float:
-    """Return when the heartbeat of a rank without an end last beat, where others know of theirs and it does not; else 0.0."""
-    if board is None or _knows_of_its_end(folder):
-        return 0.0
-    if not any(map(_knows_of_its_end, folder.parent.glob("rank*"))):
-        return 0.0
-    return board.numbers.get("beat_time") or board.numbers.get("phase_time", 0.0)
+def with_the_first_gone(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
+    """Return the ranks; those without an end are ``gone`` since their heartbeat last beat, where others know of theirs."""
+    knowing = {r.rank for r in ranks if r.exceptions or read_text(r.folder / TERMINATED, 1)}
+    return tuple(
+        r if not knowing or r.rank in knowing or r.finished or r.gone else replace(r, gone=_last_sign(r)) for r in ranks
+    )
 
 
-def _knows_of_its_end(folder: Path) -> bool:
-    return bool(read_text(folder / TERMINATED, 1)) or '"event": "exception"' in read_text(folder / "events.jsonl")
+def _last_sign(rank: RankEvidence) -> float:
+    numbers = rank.board.numbers if rank.board is not None else {}
+    return numbers.get("beat_time") or numbers.get("phase_time", 0.0)

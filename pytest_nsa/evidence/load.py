@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
-from pytest_nsa.evidence.first_gone import gone_before_others
+from pytest_nsa.evidence.first_gone import with_the_first_gone
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
@@ -69,7 +69,8 @@ def load(folder: Path, *others: Path) -> Evidence:
             _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
             for r in range(job.world_size)
         )
-    has_ended = bool(ended) if host else all(r.finished for r in ranks)  # no process watches a training
+    ranks = ranks if host else with_the_first_gone(ranks)  # no process watches a training
+    has_ended = bool(ended) if host else all(r.finished for r in ranks)
     return Evidence(
         job=job,
         ranks=with_the_job_s_numbers(ranks),
@@ -190,8 +191,7 @@ def _read_rank(
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         pytest_exit=next((e for e in events if e["event"] == "pytest_exit"), {}),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
-        gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0)
-        or (0.0 if host or done else gone_before_others(folder, board)),
+        gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0),
         anomalies=tuple(e for e in events if e["event"] == "anomaly"),
         modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
         checksums=folder / "checksums.jsonl",

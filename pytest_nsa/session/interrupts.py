@@ -58,7 +58,7 @@ class Signals:
 
     def take(self) -> None:
         """From now on, interrupt at the first signal. Not from a thread, where Python allows none."""
-        if self._taken or threading.current_thread() is not threading.main_thread():
+        if self._taken or self._undo_interrupt or threading.current_thread() is not threading.main_thread():
             return
         self._take_defaults()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -306,13 +306,13 @@ class StartedRanks:
     def _keeps_from_ending() -> set[int]:
         """Return the processes that multiprocessing joins at exit. Executors end those of theirs that have no work."""
         module = sys.modules.get("multiprocessing.process")
-        children = module.active_children() if module is not None else ()
+        started = module.active_children() if module is not None else ()
         executors = sys.modules.get("concurrent.futures.process")
         idle: set[int] = set()
         for manager in list(getattr(executors, "_threads_wakeups", ())):
             if not getattr(manager, "pending_work_items", True):
                 idle.update(getattr(manager, "processes", None) or ())
-        return {child.pid for child in children if not child.daemon} - idle
+        return {child.pid for child in started if not child.daemon} - idle
 
     def _wait_while_at_work(self) -> list[Process]:
         """Return what is left once no process has been at work for IDLE_S, or a time limit is over; [] where all have ended."""
