@@ -67,7 +67,7 @@ _REGISTRY = (
           advice="the rank exited before the others were done: let every rank run to the end, or let all exit together"),
     _rank(name="rank_died", outcome="CRASH", of_the_rank=True, retry="once",
           summary="a signal ended a rank.",
-          advice="find the sender of the signal: the kernel's OOM killer (dmesg), a crash in native code, an operator"),
+          advice="find the sender of the signal: the kernel's OOM killer (dmesg, the container's limit), a scheduler, an operator"),
     _rank(name="rank_stopped", of_the_rank=True, retry="once",
           summary="a rank is stopped: SIGSTOP, or a debugger.",
           advice="continue the process (SIGCONT), or detach the debugger that holds it"),

@@ -44,8 +44,9 @@ def refused(evidence: Evidence) -> Finding | None:
     if not evidence.refused:
         return None
     return Finding(
-        cause="unknown", ranks=(), reason=f"the ranks could not be started: {evidence.refused}", confidence=1.0
-    )
+        cause="unknown", ranks=(), reason=f"the ranks could not be started: {evidence.refused}", confidence=1.0,
+        advice="fix what kept the ranks from starting, and run again: nothing is known about the test",
+    )  # fmt: skip
 
 
 def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:

@@ -52,7 +52,10 @@ class Failures:
             nodeid = self._lost(folder)
             if folder.name in known or not nodeid:
                 continue
-            verdict: Verdict = conclude(folder, keep=True, rules=extensions.rules)[0]
+            try:
+                verdict: Verdict = conclude(folder, keep=True, rules=extensions.rules)[0]
+            except ValueError:
+                continue  # a file of the folder cannot be read: the failure stays without a verdict
             recorder.add(folder, verdict)
             if verdict.failed:
                 del self._found[nodeid]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.marks import MAX_WORLD_SIZE
+from pytest_nsa.marks import BACKENDS, MAX_WORLD_SIZE
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.session.folders import safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
@@ -24,6 +24,7 @@ failed_key = pytest.StashKey[bool]()
 launched_key = pytest.StashKey[list[Verdict]]()
 
 DEFAULT_TIMEOUT_S = 60.0
+PARALLELS = ("none", "ddp", "fsdp")
 
 Launch = Callable[..., Outcome]
 
@@ -54,6 +55,8 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
         if timeout is None:
             timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
         _check(request, function, world_size, timeout, outer, arguments or {})
+        _check_choice(function, "backend", backend, BACKENDS)
+        _check_choice(function, "parallel", parallel, PARALLELS)
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
@@ -66,7 +69,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             backend=backend,
             timeout=timeout,
             parallel=parallel,
-            static_graph=static_graph,
+            static_graph=bool(static_graph),
             function=f"{function.__module__}:{function.__qualname__}",
             arguments=arguments or {},
             fsdp_version=runner.settings.fsdp_version,
@@ -112,14 +115,24 @@ def _check(
         raise ValueError(f"launch({name}): a call of it runs nothing; give a function that runs it, as by asyncio.run")
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"launch({name}, world_size={world_size!r}): must be from 1 to {MAX_WORLD_SIZE}")
-    if not timeout > 0:
+    if type(timeout) not in (int, float) or not timeout > 0:
         raise ValueError(f"launch({name}, timeout={timeout!r}): must be a number of seconds above 0")
     if outer is not None and timeout >= outer:
         raise ValueError(f"launch({name}, timeout={timeout:g}): must be below the test's own timeout of {outer:g} s")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"launch({name}, arguments={arguments!r}): must be a dict, as in {{'steps': 3}}")
     try:
         json.dumps(arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"launch({name}, arguments=...): only values that JSON can hold: {error}") from None
+    unknown = ", ".join(sorted(arguments.keys() - inspect.signature(function).parameters.keys()))
+    if unknown:
+        raise ValueError(f"launch({name}, arguments=...): the function has no parameter {unknown}")
+
+
+def _check_choice(function: Any, name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"launch({function.__qualname__}, {name}={value!r}): must be one of {', '.join(known)}")
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ def test_the_first_cause_is_not_the_first_line(tmp_path: Path) -> None:
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("CRASH", "rank_died", (1,))
     assert verdict.where == "model.py:12 in backward"
     assert "SIGSEGV" in verdict.reason
+    assert verdict.advice.startswith("native code crashed"), "no other process is this signal's sender"
 
 
 def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:

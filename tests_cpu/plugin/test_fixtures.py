@@ -193,3 +193,13 @@ def test_launch_refuses_what_ranks_could_not_find(launch: Launch) -> None:
         launch(body_that_fails, timeout=200)
     with pytest.raises(ValueError, match="only values that JSON can hold"):
         launch(body_that_fails, arguments={"x": object()})
+    with pytest.raises(ValueError, match=r"timeout='2'\): must be a number of seconds above 0"):
+        launch(body_that_fails, timeout="2")
+    with pytest.raises(ValueError, match=r"backend='mpi'\): must be one of gloo, nccl"):
+        launch(body_that_fails, backend="mpi")
+    with pytest.raises(ValueError, match=r"parallel='tp'\): must be one of none, ddp, fsdp"):
+        launch(body_that_fails, parallel="tp")
+    with pytest.raises(ValueError, match="must be a dict"):
+        launch(body_that_fails, arguments=[1])
+    with pytest.raises(ValueError, match="the function has no parameter valeu"):
+        launch(body_that_passes, arguments={"valeu": 7})

@@ -56,6 +56,21 @@ def test_the_test_of_a_killed_worker_has_a_verdict(pytester: pytest.Pytester) ->
     assert (result.folder("test_kills_its_host") / "verdict.json").is_file()
 
 
+DAMAGES = """
+def test_damages(artifacts):
+    (artifacts / "job.json").write_text('{"nodeid": "test_example.py::test_damages", "world_size": "two"}')
+    raise AssertionError("after it")
+"""
+
+
+def test_a_folder_that_cannot_be_read_leaves_its_failure_without_a_verdict(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, PASSES + DAMAGES)
+    assert result.outcomes == {"failed": 1, "passed": 1}
+    assert sentence(result).startswith(
+        "1 failure has no verdict: test_example.py::test_damages: AssertionError: after it."
+    )
+
+
 OTHERS = """
 @world_size(2)
 @pytest.mark.xfail(strict=True)

@@ -6,6 +6,8 @@ A victim's error, which torch raises on a rank after another rank has gone, is n
 from __future__ import annotations
 
 import re
+import signal
+from dataclasses import replace
 
 from pytest_nsa.diagnosis.facts import (
     all_facts,
@@ -35,6 +37,12 @@ _LOADER_TEXTS = ("DataLoader worker (pid", "DataLoader timed out after")  # the 
 _CAUGHT = re.compile(r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.")
 _TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 LEAVES = ("SystemExit", "Exit")
+# The kernel sends these for an instruction of the process, and abort() sends SIGABRT: no other process is their sender.
+_OF_A_CRASH = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT)
+_OF_CRASHES = (
+    "native code crashed: look at the innermost call of the stack (rank*/fatal.txt), and run it alone; SIGABRT also follows a C++ "
+    "exception, SIGBUS a full /dev/shm"
+)
 _OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))")
 
 
@@ -117,7 +125,8 @@ def rank_died(evidence: Evidence) -> Finding | None:
         f"; it was last seen at {board.line}, {max(0.0, rank.exit_time - seen):.2f} s before" if board and seen else ""
     )
     reason = f"rank {rank.rank} was ended by {name}{at}{ago}"
-    return found_on(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
+    found = found_on(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
+    return replace(found, advice=_OF_CRASHES) if rank.signal in _OF_A_CRASH else found
 
 
 def _deaths(evidence: Evidence) -> list[RankEvidence]:
