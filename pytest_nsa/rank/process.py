@@ -95,6 +95,7 @@ class RankProcess:
         self.device = "cpu"
         self._files: list[int] = []  # descriptors that faulthandler writes to
         self._has_joined = self._is_used = False
+        self._group: dist.ProcessGroup | None = None
         self._base_store: dist.Store | None = None
         self._fresh_store: dist.Store | None = None
         self._groups = 0  # that were formed in place of the first
@@ -116,8 +117,10 @@ class RankProcess:
             job = self._next_job()
         while job is not None:
             code = self._run(job)
-            self._send(op="finished", code=code, late=[m for m in LATE if m in sys.modules and m not in self._had])
-            if job.stay:
+            stays = job.stay and (job.fresh_group or self._has_kept_its_group())
+            late = [m for m in LATE if m in sys.modules and m not in self._had]
+            self._send(op="finished", code=code, stays=stays, late=late)
+            if stays:
                 job = self._next_job()
                 continue
             wait_for_others(_folders_of_others(job, self.number), PHASES.index("done"), job.timeout)
@@ -297,6 +300,13 @@ class RankProcess:
         dist.init_process_group(
             self.spec.backend, store=store, rank=self.number, world_size=self.spec.world_size, timeout=GROUP_TIMEOUT
         )
+        self._group = dist.group.WORLD
+
+    def _has_kept_its_group(self) -> bool:
+        """Return whether the default group is the one that was formed here; true where a test makes its own."""
+        import torch.distributed as dist
+
+        return not self.spec.backend or dist.group.WORLD is self._group
 
     def _store(self) -> dist.Store:
         if self.spec.rendezvous:

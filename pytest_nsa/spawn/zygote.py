@@ -185,7 +185,7 @@ class Zygote:
             elif message["op"] == "joined":
                 member.state = "waiting"
             elif message["op"] == "finished" and group.number is not None:
-                member.state = "waiting"
+                member.state = "waiting" if message["stays"] else "running"  # until it has ended
                 self._late.update(message["late"])
                 host.channel.send(op="finished", number=group.number, rank=member.rank, code=message["code"])
 
@@ -222,8 +222,8 @@ class Zygote:
             reason = f"{error}, a new `python -m pytest`: {why}" if why else str(error)
             host.channel.send(op="refused", number=number, reason=reason)
             return
-        stayed = host.current if host.current is not None and host.current.is_waiting and host.current.reuse else None
-        if stayed is not None and job.reuse and stayed.fits(job):
+        stayed = host.current if host.current is not None and host.current.reuse else None
+        if stayed is not None and stayed.is_waiting and job.reuse and stayed.fits(job):
             self._assign(host, stayed, number, job)
             return
         if stayed is not None:

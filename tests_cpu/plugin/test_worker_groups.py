@@ -147,6 +147,29 @@ class TestWrong:
     assert "reuse(group='new'): takes group='kept' or group='fresh'" in result.stdout
 
 
+def test_ranks_without_their_group_serve_no_other_test(pytester: pytest.Pytester) -> None:
+    source = (
+        PIDS
+        + """
+@reuse
+class TestShared:
+    @pytest.mark.parametrize("n", range(6))
+    @world_size(2)
+    def test_it(self, group, n, artifacts):
+        leave(artifacts, group)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+        if n == 1 or (n == 3 and group.rank == 0):
+            dist.destroy_process_group()
+"""
+    )
+    result = run_example(pytester, source, "--ranks-keep=all")
+    assert result.outcomes == {"passed": 6}
+    ranks = pids(result, *(f"test_it[{n}]" for n in range(6)))
+    assert ranks[0] == ranks[1] != ranks[2] == ranks[3] != ranks[4] == ranks[5]
+
+
 def test_a_stalled_test_throws_shared_ranks_away(pytester: pytest.Pytester) -> None:
     source = """
 pytestmark = reuse
