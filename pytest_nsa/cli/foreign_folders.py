@@ -41,17 +41,19 @@ def to_write_in(folder: Path) -> Path:
     print(visible(f"{folder}: is another user's: what is written goes into a copy, {copy}"), file=sys.stderr)
     if not_copied:
         print(
-            f"{not_copied} files are not in the copy: links, special files, or beyond {MOST >> 30} GiB", file=sys.stderr
+            f"files that are not in the copy, or not whole: {not_copied} (links, special files, above {LARGEST >> 20} MiB, "
+            f"or beyond {MOST >> 30} GiB in all)",
+            file=sys.stderr,
         )
     return copy
 
 
 def _copy(folder: Path, copy: Path) -> int:
-    """Copy the regular files of a folder. Return how many entries were not copied."""
+    """Copy the regular files of a folder. Return how many entries were not copied whole."""
     left, not_copied = MOST, 0
     for path in _files(folder, DEPTH):
         try:
-            data = read_bytes(path, min(left, LARGEST))
+            data, size = read_bytes(path, min(left, LARGEST)), path.stat().st_size
         except OSError:
             not_copied += 1
             continue
@@ -60,8 +62,7 @@ def _copy(folder: Path, copy: Path) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         if left > 0:
             write_atomically(target, data)
-        else:
-            not_copied += 1
+        not_copied += left <= 0 or size > len(data)
     copy.mkdir(parents=True, exist_ok=True)
     return not_copied
 

@@ -189,6 +189,18 @@ def test_what_another_user_s_folder_makes_us_write_goes_into_ours(
     shutil.rmtree(copy.parent)
 
 
+@needs_root
+def test_a_file_that_is_cut_in_the_copy_is_counted(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, test = make_run(shared)
+    with (test / "rank0" / "output.log").open("ab") as log:
+        log.truncate(files.LARGEST + 1)  # sparse
+    give_away(run)
+    assert main(["report", str(run)]) in (0, 1)
+    err = capsys.readouterr().err
+    assert "files that are not in the copy, or not whole: 1 (links, special files, above 64 MiB" in err
+    shutil.rmtree(Path(err.partition("goes into a copy, ")[2].splitlines()[0]).parent)
+
+
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
     """A module that this user alone can read."""
