@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Mapping
 from typing import Any, TypeGuard
 
@@ -111,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[outer_key] = OuterHooks(config, resolved, resolved.outer)
         config.pluginmanager.register(config.stash[outer_key], "nsa-outer")
-    elif config.pluginmanager.hasplugin("xdist"):
+    elif config.pluginmanager.hasplugin("xdist") and settings.HAS_RANKS:
         from pytest_nsa.session.plugins.xdist import XdistHooks
 
         config.pluginmanager.register(XdistHooks(), "nsa-xdist")
@@ -220,12 +221,14 @@ def _only_lists(config: pytest.Config) -> bool:
 
 
 def _needs_ranks(item: pytest.Item) -> bool:
-    return (
-        _is_for_ranks(item)
-        and not item.stash.get(problem_key, "")
-        and not lacks_gpu(item, item.config.stash[settings_key])
-        and not why_no_ranks()
-    )
+    return _is_for_ranks(item) and not item.stash.get(problem_key, "") and not _why_skipped(item) and not why_no_ranks()
+
+
+def _why_skipped(item: pytest.Item) -> str:
+    """Return what a test needs and this machine lacks; '' for nothing."""
+    if not settings.HAS_RANKS and (_is_for_ranks(item) or "artifacts" in getattr(item, "fixturenames", ())):
+        return f"ranks and their evidence need Linux, and this is {sys.platform}"
+    return lacks_gpu(item, item.config.stash[settings_key])
 
 
 def _is_for_ranks(item: pytest.Item) -> bool:
@@ -236,7 +239,7 @@ def _is_for_ranks(item: pytest.Item) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.stash.get(problem_key, ""):  # it alone: the others of the session run
         pytest.fail(item.stash[problem_key], pytrace=False)
-    reason = lacks_gpu(item, item.config.stash[settings_key])
+    reason = _why_skipped(item)
     if reason:
         pytest.skip(reason)
     if _is_for_ranks(item) and not _is_child(item.config):

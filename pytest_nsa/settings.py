@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from pytest_nsa.options import DESCENDANTS, UNMARKED
 from pytest_nsa.wire.messages import FIXED_VARIABLES
 
+HAS_RANKS = sys.platform == "linux"  # elsewhere tests on ranks are skipped, and others run as without the plugin
 FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that do not exist: for testing the leases where there is no GPU
 FAKE_GPU_MEMORY = 16 << 30  # bytes of each
 # Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
@@ -109,9 +111,9 @@ def resolve(config: pytest.Config) -> Settings:
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
         gpu_ids=find_gpus(),
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
-        outer=outer_launcher(config),
+        outer=outer_launcher(config) if HAS_RANKS else None,
         unmarked=_choice(config, "ranks_unmarked", UNMARKED),
-        descendants=config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS),
+        descendants=_descendants(config) if HAS_RANKS else "off",
         left_fails=config.getini("ranks_left_fails"),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
@@ -124,6 +126,10 @@ def resolve(config: pytest.Config) -> Settings:
         )
     config.stash[settings_key] = settings
     return settings
+
+
+def _descendants(config: pytest.Config) -> str:
+    return config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS)
 
 
 def outer_launcher(config: pytest.Config) -> OuterLauncher | None:

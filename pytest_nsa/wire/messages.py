@@ -17,7 +17,8 @@ MOST_RANKS = 1 << 17
 # What the plugin sets in each rank: no mark, option or hook can.
 FIXED_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})
 # faulthandler in the rank answers: by the stacks of all threads, of more than 100 by those of the newest 100; by the main one's.
-DUMP_SIGNAL, DUMP_MAIN_SIGNAL = signal.SIGUSR1, signal.SIGRTMIN + 5
+# Linux alone has SIGRTMIN; other systems import this, and have no ranks.
+DUMP_SIGNAL, DUMP_MAIN_SIGNAL = signal.SIGUSR1, getattr(signal, "SIGRTMIN", 34) + 5
 MOST_THREADS = 100
 
 
