@@ -18,8 +18,9 @@ import nox
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+TORCH = "2.13.0"  # the Makefile's
 # The oldest that is supported, and the newest; torch before 2.9 has no wheel for Python 3.14.
-TORCHES = ["2.6.0", "2.13.0"]
+TORCHES = ["2.6.0", TORCH, "2.15.0"]
 PYTESTS = ["8.4.*", "9.*"]
 TESTS = (
     "tests_cpu/diagnosis", "tests_cpu/plugin/test_ranks.py", "tests_cpu/plugin/test_faults.py", "tests_cpu/plugin/test_marks.py",
@@ -65,11 +66,11 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Run ranked tests with plugins that are not in the extra 'test', one at a time: docs/plugins.md."""
-    session.install("-e", ".[test]", "pytest-asyncio", f"torch=={TORCHES[-1]}")
+    session.install("-e", ".[test]", "pytest-asyncio", f"torch=={TORCH}")
     coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines")
     session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)
     listed = re.findall(r'^    Neighbour\("([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
-    session.install(*dict.fromkeys(listed), f"torch=={TORCHES[-1]}")
+    session.install(*dict.fromkeys(listed), f"torch=={TORCH}")
     session.run("python", "benchmarks/neighbours.py", "--json", "benchmarks/results/neighbours.json")
     session.run("python", "benchmarks/neighbours.py", "--table")
 
@@ -77,7 +78,7 @@ def neighbours(session: nox.Session) -> None:
 @nox.session
 def hugging_face(session: nox.Session) -> None:
     """Run the code of docs/hugging_face.md against transformers."""
-    session.install("-e", ".[test,hf]", f"torch=={TORCHES[-1]}")
+    session.install("-e", ".[test,hf]", f"torch=={TORCH}")
     session.run("python", "-m", "pytest", "tests_cpu/nsa/test_hugging_face.py", "-m", "slow", *session.posargs)
 
 
@@ -94,7 +95,7 @@ def package(session: nox.Session) -> None:
         place = folder / f"user{number}"
         session.run("python", "-m", "venv", "--clear", str(place))
         python = str(place / "bin" / "python")
-        session.run(python, "-m", "pip", "install", "-q", f"torch=={TORCHES[-1]}", "numpy", file, external=True)
+        session.run(python, "-m", "pip", "install", "-q", f"torch=={TORCH}", "numpy", file, external=True)
         (place / "test_ranks.py").write_text(USED, encoding="utf-8")
         with session.chdir(place):
             session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ranks.py", external=True)

@@ -45,6 +45,7 @@ def test_operators_are_registered_as_torch_asks() -> None:
     torch.library.opcheck(ops.whole, (random(1, 40, 4, 3), q, c, c, k, k, k, k, *made, 8, 4, 16, 9, 0.3))
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch, on Python 3.13.0
 def test_a_block_compiles_without_a_graph_break() -> None:
     torch.manual_seed(0)
     model: ModelConfig = load_config("configs/tiny_cpu.yaml").model
