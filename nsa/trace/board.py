@@ -49,7 +49,7 @@ _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "node
 _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
     ("root", "q"),
-    ("entered", "d"), ("left", "d"), ("dropped", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
+    ("entered", "d"), ("left", "d"), ("dropped", "d"), ("op", "32s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
     ("note", "96s"), ("site", "256s"), ("callers", "256s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
@@ -266,7 +266,7 @@ class Board:
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
-            root, wall_clock(), 0.0, 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
+            root, wall_clock(), 0.0, 0.0, op.encode(), group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
             _cut(note), site.encode()[-256:], callers.encode()[:256],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)

@@ -1,11 +1,19 @@
-"""What a record of a collective says of its payload: how many rows go to each rank."""
+"""Which calls of torch are recorded, and what a record of a collective says of its payload: how many rows go to each rank."""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
+from nsa.trace.calls import collectives
 from nsa.trace.calls.arguments import split_sizes
+
+BATCHES = {"_end_coalescing"}  # ends a batch of calls, each of which is recorded
+MEMBERSHIP = {"reconfigure"}  # takes no data: who is in the group
 
 
 @pytest.mark.parametrize(
@@ -24,3 +32,22 @@ def test_the_rows_of_an_exchange(takes: list[int], gives: list[int], note: str) 
 
 def test_what_torch_refuses_is_left_to_torch() -> None:
     assert split_sizes((torch.tensor(1), torch.tensor(1), [], [1, 1]), 2) == "gives 1,1 takes 0,0"
+
+
+def test_every_method_of_a_group_that_returns_a_work_is_recorded() -> None:
+    """A method that a new torch has must be added to the table; `dist` calls it in the place of an older one."""
+    texts = {name: str(getattr(dist.ProcessGroup, name).__doc__) for name in dir(dist.ProcessGroup)}
+    begin = {name for name, text in texts.items() if "Work" in text.partition("->")[2].partition("\n")[0]}
+    assert {"broadcast", "send"} <= begin
+    assert begin - BATCHES - MEMBERSHIP <= {*collectives._METHODS, *collectives._POINT_TO_POINT}
+
+
+def test_every_functional_collective_is_recorded() -> None:
+    """Those of autograd, in place, and of permutations call others, which are recorded."""
+    own = {
+        n: f for n, f in vars(functional).items() if getattr(f, "__module__", "") == functional.__name__ and n[0] != "_"
+    }
+    begin = {n for n, f in own.items() if inspect.isfunction(f) and "group" in inspect.signature(f).parameters}
+    assert "all_reduce" in begin
+    others = {name for name in begin if name.endswith(("_autograd", "_inplace")) or name == "permute_tensor"}
+    assert begin - others <= set(collectives._FUNCTIONAL)

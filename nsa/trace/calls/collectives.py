@@ -41,18 +41,21 @@ from nsa.trace.files import wall_clock
 from nsa.trace.frames import call_path
 
 _METHODS = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base",
-    "all_gather_single", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter",
-    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
-    "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "all_gather_single",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "gather_single",
+    "gather_into_tensor", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single",
+    "barrier", "monitored_barrier",
 )  # fmt: skip
 _FUNCTIONAL = (
     "all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "all_reduce_coalesced",
     "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_gather_single", "reduce_scatter_single",
+    "all_gather_single_coalesced", "reduce_scatter_single_coalesced",
 )  # fmt: skip
 NEW_GROUP = "new_group"
 ANY = -2  # the peer of a receive that takes from anybody
 _SPLIT = ("alltoall_base", "all_to_all_single")
+_OUTPUT_FIRST = ("alltoall", "all_to_all", "gather_single", "gather_into_tensor")  # ranks may take unequal amounts
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
@@ -246,7 +249,8 @@ class CollectiveRecorder:
                 self._inside.depth = 0
             # Who waits for it, and whether anybody does, is the compiler's and DTensor's business: begun counts as left.
             self.board.leave(index)
-            self._functional[getattr(result, "elem", result)] = index, self._limits.get(label, 0.0)
+            for part in result if isinstance(result, list) else [result]:
+                self._functional[getattr(part, "elem", part)] = index, self._limits.get(label, 0.0)
             return result
 
         setattr(functional, name, recorded)
@@ -318,10 +322,7 @@ class CollectiveRecorder:
             __tracebackhide__ = True
             if getattr(self._inside, "depth", 0):  # one method may be built on another
                 return original(group, *args, **kwargs)
-            # Of what goes from all to all, what this rank gives: what it takes comes first.
-            dtype, count, device = payload_of(
-                (*args, *kwargs.values())[1 if name.startswith(("alltoall", "all_to_all")) else 0 :]
-            )
+            dtype, count, device = payload_of((*args, *kwargs.values())[1 if name.startswith(_OUTPUT_FIRST) else 0 :])
             label = self._labels.of(group)
             self._sequence[label] += 0 if point_to_point else 1
             size = group.size()

@@ -151,7 +151,13 @@ def _wrong_splits(
 
 Calls = Mapping[int, Collective]  # by rank, the calls of one place or of one message
 # Their lists of tensors may differ in size between ranks.
-_UNEVEN = ("reduce_scatter", "alltoall", "allgather_coalesced", "allgather_into_tensor_coalesced")
+_UNEVEN = (
+    "reduce_scatter",
+    "alltoall",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+)
 _EVEN_AFTER_ALL = ("reduce_scatter_single", "reduce_scatter_tensor")
 _BYTES = ("uint8", "int8")
 _SIZES = {  # in bytes; 1 where a type is not listed
