@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 
-from nsa.trace.calls import collectives
+from nsa.trace.calls import collectives, functional
 from nsa.trace.calls.arguments import split_sizes
 
 BATCHES = {"_end_coalescing"}  # ends a batch of calls, each of which is recorded
 MEMBERSHIP = {"reconfigure"}  # takes no data: who is in the group
+MESSAGES = {"isend", "irecv", "batch_p2p_ops"}
 
 
 @pytest.mark.parametrize(
@@ -43,11 +44,20 @@ def test_every_method_of_a_group_that_returns_a_work_is_recorded() -> None:
 
 
 def test_every_functional_collective_is_recorded() -> None:
-    """Those of autograd, in place, and of permutations call others, which are recorded."""
-    own = {
-        n: f for n, f in vars(functional).items() if getattr(f, "__module__", "") == functional.__name__ and n[0] != "_"
+    """Operators that take a group's name, but for messages: compilers alone make those."""
+    functional.install(_original, _original)
+    names = {
+        name.partition("::")[2]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("_c10d_functional::")
     }
-    begin = {n for n, f in own.items() if inspect.isfunction(f) and "group" in inspect.signature(f).parameters}
+    begin = {name for name in names if "group_name" in str(getattr(torch.ops._c10d_functional, name).default._schema)}
     assert "all_reduce" in begin
-    others = {name for name in begin if name.endswith(("_autograd", "_inplace")) or name == "permute_tensor"}
-    assert begin - others <= set(collectives._FUNCTIONAL)
+    recorded = {
+        name for name in names if isinstance(getattr(torch.ops._c10d_functional, name), functional.RecordedCollective)
+    }
+    assert begin - MESSAGES == recorded
+
+
+def _original(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return original(*args, **kwargs)

@@ -126,7 +126,9 @@ def split_sizes(args: tuple[Any, ...], size: int) -> str:
     if all(isinstance(a, torch.Tensor) for a in args[:2]):  # the output, and the input
         rows = [a.shape[0] if a.dim() else 0 for a in args[:2]]
         takes, gives = takes or [rows[0] // size] * size, gives or [rows[1] // size] * size
-    return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
+    if not gives or not takes or len({*gives, *takes}) == 1:
+        return ""
+    return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}"
 
 
 def was_refused(error: Exception, name: str) -> bool:
@@ -169,12 +171,6 @@ def root_and_reduction(values: Any) -> tuple[int, str]:
     except (AttributeError, TypeError, IndexError, RuntimeError):
         kind = ""
     return getattr(options, "rootRank", -1), kind
-
-
-def functional_reduction(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the reduction of a functional collective, 'sum'; '' of one that does not reduce."""
-    given = args[0] if args else kwargs.get("reduceOp", "")
-    return given.lower() if "reduce" in name and isinstance(given, str) else ""
 
 
 def is_done_after_wait(group: Any, device: str) -> bool:

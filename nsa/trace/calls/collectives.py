@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nsa.trace.board import Board
+from nsa.trace.calls import functional
 from nsa.trace.calls.arguments import (
-    functional_reduction,
     global_rank,
     group_of,
     is_done_after_wait,
@@ -46,11 +45,6 @@ _METHODS = (
     "gather_into_tensor", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single",
     "barrier", "monitored_barrier",
-)  # fmt: skip
-_FUNCTIONAL = (
-    "all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "all_reduce_coalesced",
-    "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_gather_single", "reduce_scatter_single",
-    "all_gather_single_coalesced", "reduce_scatter_single_coalesced",
 )  # fmt: skip
 NEW_GROUP = "new_group"
 ANY = -2  # the peer of a receive that takes from anybody
@@ -106,10 +100,7 @@ class CollectiveRecorder:
         # A new group: its ranks meet in the store, and in gloo's own rendezvous.
         self._wrap_blocking(dist.distributed_c10d, "_new_process_group_helper", NEW_GROUP)
         self._wrap_meeting()
-        # The functional ones go from Python to C++ past the ProcessGroup's methods, and wait by their own function.
-        for name in _FUNCTIONAL:
-            self._wrap_functional(name)
-        self._wrap_functional_wait()
+        functional.install(self._functional_collective, self._functional_wait)
         self.stores.install()
         # Its construction begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
@@ -224,51 +215,47 @@ class CollectiveRecorder:
 
         setattr(owner, "_create_c10d_store", recorded)  # noqa: B010 - a name of torch's own
 
-    def _wrap_functional(self, name: str) -> None:
-        original = getattr(functional, name, None)
-        if original is None:
-            return
+    def _functional_collective(
+        self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        given = (group_of(v) for v in (*kwargs.values(), *reversed(args)))
+        group = next((g for g in given if g is not None), dist.group.WORLD)
+        is_inside: int = getattr(self._inside, "depth", 0)
+        if group is None or is_inside:
+            return original(*args, **kwargs)
+        dtype, count, _ = payload_of(args)
+        label, size = self._labels.of(group), group.size()
+        self._sequence[label] += 1
+        index = self._enter(
+            name.strip("_").removesuffix("_out"), label, dtype, count, size=size,
+            root=global_rank(group, args[1]) if name.startswith("broadcast") and len(args) > 1 else -1,
+            reduction=functional.reduction_of(name, args, kwargs), note=split_sizes(args, size) if name in _SPLIT else "",
+        )  # fmt: skip
+        self._inside.depth = 1
+        try:
+            with self._blocked(index, self._limits.get(label, 0.0)):
+                result = original(*args, **kwargs)
+        finally:
+            self._inside.depth = 0
+        # Who waits for it, and whether anybody does, is the compiler's and DTensor's business: begun counts as left.
+        self.board.leave(index)
+        for tensor in functional.tensors_of([result]):
+            self._functional[tensor] = index, self._limits.get(label, 0.0)
+        return result
 
-        def recorded(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            if torch.compiler.is_compiling() or getattr(self._inside, "depth", 0):
-                return original(tensor, *args, **kwargs)
-            group = next((g for v in (*args, *kwargs.values()) if (g := group_of(v)) is not None), dist.group.WORLD)
-            if group is None:
-                return original(tensor, *args, **kwargs)
-            dtype, count, _ = payload_of((tensor,))
-            label = self._labels.of(group)
-            self._sequence[label] += 1
-            reduction = functional_reduction(name, args, kwargs)
-            index = self._enter(name, label, dtype, count, size=group.size(), reduction=reduction)
-            self._inside.depth = 1
-            try:
-                with self._blocked(index, self._limits.get(label, 0.0)):
-                    result = original(tensor, *args, **kwargs)
-            finally:
-                self._inside.depth = 0
-            # Who waits for it, and whether anybody does, is the compiler's and DTensor's business: begun counts as left.
-            self.board.leave(index)
-            for part in result if isinstance(result, list) else [result]:
-                self._functional[getattr(part, "elem", part)] = index, self._limits.get(label, 0.0)
-            return result
-
-        setattr(functional, name, recorded)
-
-    def _wrap_functional_wait(self) -> None:
-        wait = functional.wait_tensor
-
-        def recorded_wait(tensor: Any) -> Any:
-            __tracebackhide__ = True
-            if torch.compiler.is_compiling() or not self._functional:
-                return wait(tensor)
-            call = self._functional.pop(tensor, None)
-            if call is None:
-                return wait(tensor)
-            with self._blocked(*call):
-                return wait(tensor)
-
-        functional.wait_tensor = recorded_wait
+    def _functional_wait(
+        self, _: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        calls = (
+            [self._functional.pop(tensor, None) for tensor in functional.tensors_of(args)] if self._functional else []
+        )
+        call = next((c for c in calls if c is not None), None)
+        if call is None:
+            return original(*args, **kwargs)
+        with self._blocked(*call):
+            return original(*args, **kwargs)
 
     def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
         """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has its own limit."""
