@@ -6,6 +6,7 @@ Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -52,7 +53,8 @@ class _Growing:
     def reorder(self, index: torch.Tensor) -> None:
         """Make sequence i the former ``index[i]``."""
         if self._buffer is not None:
-            self._buffer = self._buffer.index_select(0, index)
+            with torch.inference_mode(False):  # as in `append`
+                self._buffer = self._buffer.index_select(0, index)
 
     def __len__(self) -> int:
         return self._used
@@ -67,10 +69,10 @@ class KVCache:
     """
 
     def __init__(self, *, spare: int = 0) -> None:
+        self._spare = operator.index(spare)
         if spare < 0:
             raise ValueError(f"spare={spare}: must be 0 or a number of tokens")
         self.length = 0
-        self._spare = spare
         self._room = 0  # tokens that `crop` can take back now
         self._compressed = (_Growing(), _Growing())
         self._selected = (_Growing(), _Growing())
@@ -108,6 +110,7 @@ class KVCache:
 
     def crop(self, length: int) -> None:
         """Forget the tokens behind the first ``length``. Raises ValueError for more than the cache keeps (``spare``)."""
+        length = operator.index(length)
         less = self.length - length
         if less < 0 or length < 0:
             raise ValueError(f"crop({length}): the cache has seen {self.length} tokens; give 0 to {self.length}")
@@ -131,8 +134,16 @@ class KVCache:
         self.length, self._room = length, self._room - less
 
     def tail(self, new: KV) -> KV:
-        """Return the tokens of which further compressed blocks are made, ``new`` the last."""
-        return new if self._tail is None else _joined(self._tail.between(self._ahead, self._tail.k.shape[1]), new)
+        """Return the tokens of which further compressed blocks are made, ``new`` the last. ValueError for another batch."""
+        if self._tail is None:
+            return new
+        batch, kept = new.k.shape[0], self._tail.k.shape[0]
+        if batch != kept:
+            raise ValueError(
+                f"x has batch {batch}: the cache has {kept} sequences; cache.reorder(index) repeats or drops them, and others "
+                "need a new KVCache()"
+            )
+        return _joined(self._tail.between(self._ahead, self._tail.k.shape[1]), new)
 
     def add_compressed(self, blocks_made: KV, tail: KV, l: int, d: int) -> KV:
         """Take in the blocks of ``l`` tokens, one every ``d``, that ``tail`` made; returns all."""

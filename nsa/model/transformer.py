@@ -115,6 +115,10 @@ class NSATransformer(nn.Module):
                 raise ValueError("caches: only attention='nsa' decodes with a KVCache")
             if len(caches) != len(self.blocks):
                 raise ValueError(f"caches has {len(caches)} entries: must have {len(self.blocks)}, one a layer")
+            if len(set(map(id, caches))) < len(caches):
+                raise ValueError(
+                    "caches has the same KVCache twice: each layer needs its own, as in [KVCache() for _ in model.blocks]"
+                )
             with contextlib.ExitStack() as stack:
                 for cache in caches:
                     stack.enter_context(cache.all_or_nothing())

@@ -101,6 +101,52 @@ def test_sequences_are_reordered_repeated_and_left_out() -> None:
         cache.reorder(torch.zeros(1, dtype=torch.int16))
 
 
+def test_a_cache_that_was_reordered_in_inference_mode_goes_on_outside_of_it() -> None:
+    module = NSAAttention(32, 4, 2, 8, 8, **SIZES).double()
+    x, index = torch.randn(3, 60, 32, dtype=torch.float64), torch.tensor([1, 1])
+    cache = KVCache(spare=4)
+    with torch.inference_mode():
+        module(x[:, :41], cache)
+        cache.reorder(index)
+        cache.crop(38)
+    with torch.no_grad():
+        found = module(x[index, 38:], cache)
+        torch.testing.assert_close(found, module(x[index])[:, 38:], rtol=0, atol=1e-10)
+
+
+def test_another_batch_than_the_caches_is_refused() -> None:
+    module, cache, x = NSAAttention(32, 4, 2, 8, 8, **SIZES), KVCache(), torch.randn(3, 50, 32)
+    with torch.no_grad():
+        module(x[:2, :40], cache)
+        for batch in (1, 3):
+            with pytest.raises(ValueError, match=rf"x has batch {batch}: the cache has 2 sequences; cache\.reorder"):
+                module(x[:batch, 40:], cache)
+        found = module(x[:2, 40:], cache)
+        torch.testing.assert_close(found, module(x[:2])[:, 40:], rtol=0, atol=2e-5)
+
+
+def test_one_cache_for_all_layers_is_refused() -> None:
+    model = build_model(load_config("configs/tiny_cpu.yaml")).eval()
+    tokens = torch.zeros(1, 20, dtype=torch.int64)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="caches has the same KVCache twice: each layer needs its own"),
+    ):
+        model(tokens, [KVCache()] * 12)
+
+
+def test_a_length_that_is_no_whole_number_changes_nothing() -> None:
+    module, cache, x = NSAAttention(32, 4, 2, 8, 8, **SIZES), KVCache(spare=5), torch.randn(1, 50, 32)
+    with torch.no_grad():
+        module(x[:, :40], cache)
+        with pytest.raises(TypeError, match="integer"):
+            cache.crop(38.5)  # type: ignore[arg-type]
+        cache.crop(torch.tensor(38))  # type: ignore[arg-type]
+        torch.testing.assert_close(module(x[:, 38:], cache), module(x)[:, 38:], rtol=0, atol=2e-5)
+    with pytest.raises(TypeError, match="integer"):
+        KVCache(spare=2.5)  # type: ignore[arg-type]
+
+
 def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:
     """The call fails in the second layer, when the first has taken the tokens into its cache."""
     config = load_config("configs/tiny_cpu.yaml")
