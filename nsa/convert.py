@@ -47,6 +47,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
+MOST_WHOLE = 2**63  # which torch's whole numbers are below
+
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -80,8 +82,8 @@ def convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = Fa
         raise ConfigError(f"{where}: must be true or false, got {shown(value)}")
     if kind in (int, float):
         return _convert_number(kind, value, where, from_text)
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: must be text, got {shown(value)}")
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: must be text, and not empty, got {shown(value)}")
     return value
 
 
@@ -108,4 +110,6 @@ def _convert_number(kind: type, value: Any, where: str, from_text: bool) -> int 
         raise ConfigError(f"{where}: must be {'a whole number' if kind is int else 'a number'}, got {shown(value)}")
     if not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{where}: must be a finite number, got {shown(value)}")
+    if kind is int and not -MOST_WHOLE <= value < MOST_WHOLE:
+        raise ConfigError(f"{where}: must be below 2**63, got {shown(value)}")
     return kind(value)

@@ -227,6 +227,10 @@ def launched_ranks() -> tuple[int, int, int]:
     except (KeyError, ValueError):
         seen = f"RANK={os.environ.get('RANK')!r} WORLD_SIZE={os.environ.get('WORLD_SIZE')!r}"
         raise ConfigError(f"{seen}: both must be whole numbers, as torchrun sets them") from None
+    if not 0 <= found[0] < found[1]:
+        raise ConfigError(
+            f"RANK={found[0]} WORLD_SIZE={found[1]}: RANK must be from 0 to WORLD_SIZE - 1, as torchrun sets them"
+        )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and found[1] > 1:
         raise ConfigError(f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: start the ranks with torchrun")

@@ -82,6 +82,13 @@ def _check_limits(config: Config) -> None:
             raise ConfigError(
                 f"{name}={number:g}: must be {'more than 0' if (name, number) in positive else '0 or more'}"
             )
+    most = (  # beyond which torch or the system fails, in their words or by a signal
+        ("train.threads", t.threads, 1024), ("data.workers", data.workers, 1024), ("data.prefetch", data.prefetch, 2**16),
+        ("train.watchdog_s", t.watchdog_s, 1e9), ("train.lr", t.lr, 1e6), ("parallel.bucket_cap_mb", parallel.bucket_cap_mb, 1e6),
+    )  # fmt: skip
+    for name, number, largest in most:
+        if number > largest:
+            raise ConfigError(f"{name}={number}: must be at most {largest:g}")
     if t.min_lr > t.lr:
         raise ConfigError(f"train.min_lr={t.min_lr:g}: must not exceed train.lr={t.lr:g}, from which it is reached")
     if not 0 <= t.seed < 2**63:

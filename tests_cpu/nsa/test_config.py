@@ -17,7 +17,7 @@ from nsa.config import ConfigError, load_config, value_of
 from nsa.model.attention import Rotary
 from nsa.model.transformer import RMSNorm
 from nsa.sections import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, TraceConfig, TrainConfig
-from nsa.train import main
+from nsa.train import launched_ranks, main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -110,6 +110,11 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         ("parallel:\n  bucket_cap_mb: 0\n", "parallel.bucket_cap_mb=0: must be more than 0"),
         ("trace:\n  stats_every: -3\n", "trace.stats_every=-3: must be 0 or more"),
         ("train:\n  threads: -1\n", "train.threads=-1"),
+        ("train:\n  threads: 100000\n", "train.threads=100000: must be at most 1024"),
+        ("train:\n  watchdog_s: 1e10\n", "train.watchdog_s=10000000000.0: must be at most 1e+09"),
+        (f"data:\n  max_bad_rows: {2**63}\n", "data.max_bad_rows: must be below 2**63, got 9223372036854775808"),
+        ("data:\n  dataset: ''\n", "data.dataset: must be text, and not empty, got ''"),
+        ("data:\n  path: ''\n", "data.path: must be text, and not empty, got ''"),
         ("train: [1]\n", "section 'train' must hold key: value pairs"),
         ("- a\n", "must hold sections"),
         ("model: {dim: [\n", "not valid YAML"),
@@ -122,6 +127,16 @@ def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
         load_config(path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("3", "1"), ("-1", "2"), ("0", "0")])
+def test_a_rank_that_the_world_does_not_have(monkeypatch: pytest.MonkeyPatch, rank: str, world_size: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(
+        ConfigError, match=f"RANK={rank} WORLD_SIZE={world_size}: RANK must be from 0 to WORLD_SIZE - 1"
+    ):
+        launched_ranks()
 
 
 def test_yaml_numbers_in_scientific_form_are_numbers(tmp_path: Path) -> None:
