@@ -27,6 +27,8 @@ def export(checkpoint: Path, target: Path) -> int:
         from safetensors.torch import save_file
     except ImportError:
         raise ConfigError("export needs safetensors; pip install 'pytest-nsa[export]'") from None
+    if target.is_dir():
+        raise ConfigError(f"{target}: is a folder; give the file to write, as in {target / 'weights.safetensors'}")
     model, described = load_model(checkpoint)
     weights: dict[str, torch.Tensor] = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     metadata = {"step": str(described.step), "model": json.dumps(dataclasses.asdict(ModelConfig(**described.model)))}

@@ -38,7 +38,9 @@ def continuations(
         if temperature == 0:
             token = scores.argmax()
         else:
-            token = torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)[0]
+            # The largest becomes 0 before the division, which a small temperature would make infinite.
+            scores = (scores - scores.max()).double() / temperature
+            token = torch.multinomial(scores.softmax(-1).float(), 1, generator=generator)[0]
         yield int(token)
         tokens = token.reshape(1, 1)
         if caches is None:
@@ -69,8 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--tokens {arguments.tokens}: must be at least 1")
     if not arguments.temperature >= 0:
         parser.error(f"--temperature {arguments.temperature}: must be 0 or more")
+    if not -(2**63) <= arguments.seed < 2**64:
+        parser.error(f"--seed {arguments.seed}: must be from -2**63 to 2**64 - 1")
     if not arguments.prompt:
         parser.error("--prompt: is empty; give a text to continue")
+    if any(
+        "\ud800" <= character <= "\udfff" for character in arguments.prompt
+    ):  # as Python gives bytes that it cannot read
+        parser.error("--prompt: is not text in UTF-8; give it in UTF-8")
     try:
         return _print(arguments)
     except (ConfigError, OSError) as error:

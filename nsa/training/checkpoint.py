@@ -36,9 +36,9 @@ from nsa.training.saved import (
     Description,
     data_settings,
     describe,
-    find,
     is_finite,
     refuse_another_model,
+    refuse_damaged,
     saved_in,
     size_and_crc,
 )
@@ -138,17 +138,19 @@ class Checkpointer:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
         write_atomically(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n", synced=True)
-        if target.exists():  # a run that went on from an earlier step comes here again
-            _remove(target)
+        # A run that went on from an earlier step comes here again. To delete the older one takes time: it goes last.
+        replaced = _set_aside(target) if target.exists() else None
         partial.rename(target)
         write_atomically(self.folder / "latest", target.name + "\n", follow=True, synced=True)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         # Those of later steps are another run's, or will be written again.
         saved = [path for path in saved_in(self.folder) if path <= target]
         last_finite = next((path for path in reversed(saved) if is_finite(path)), None)
         for old in saved[: -self.config.checkpoint.keep]:
             if old != last_finite:
                 with contextlib.suppress(OSError):
-                    _remove(old)
+                    shutil.rmtree(_set_aside(old), ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:
@@ -180,14 +182,13 @@ def load_model(path: Path) -> tuple[nn.Module, Description]:
     """Return the model of a checkpoint (a step_* folder) on the CPU, and what else is in it. ConfigError for a damaged one."""
     from nsa.model.transformer import build_model
 
-    found = find(path.parent, str(path))
-    assert found is not None
-    described = describe(found)
+    refuse_damaged(path)
+    described = describe(path)
     shape = model_config(described.model, f"checkpoint {str(path)!r}")
-    _check_shapes(found, shape)
+    _check_shapes(path, shape)
     model = build_model(Config(model=shape))
     state = {"model": model.state_dict()}
-    read(found, state)
+    read(path, state)
     model.load_state_dict(state["model"])
     return model, described
 
@@ -280,9 +281,8 @@ def _restore_random_state(rank: int, state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state[f"cuda_{rank}"])
 
 
-def _remove(folder: Path) -> None:
-    """Renamed first: half of a checkpoint must not look like one."""
+def _set_aside(folder: Path) -> Path:
+    """Rename what is to be deleted, as half of a checkpoint must not look like one; return its new name."""
     doomed = folder.with_suffix(".removed")
     shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return folder.rename(doomed)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nsa.config import Config, ConfigError
+from nsa.convert import shown
 from nsa.data.packing import Position
 
 SCHEMA = 1
@@ -79,16 +80,28 @@ def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
             except OSError as error:
                 why = f"cannot be read ({error.strerror}); give --resume a checkpoint (step_*)"
                 raise ConfigError(f"{str(folder / 'latest')!r}: {why}") from None
-            saved = [path for path in saved if path <= named]  # those of later steps are not this run's
+            of_this_run = [path for path in saved if path <= named]  # those of later steps are another run's
+            if saved and not of_this_run:
+                raise ConfigError(
+                    f"{str(folder / 'latest')!r}: names {shown(named.name)}, which is before every checkpoint there; "
+                    f"give --resume one of them, as {saved[-1]}, or another folder with --out"
+                )
+            saved = of_this_run
         if not saved:
             return None
         path = saved[-1]
-    wrong = damage(path) if verify else ""
+    if verify:
+        refuse_damaged(path, "--resume ")
+    return path
+
+
+def refuse_damaged(path: Path, option: str = "") -> None:
+    """ConfigError for a checkpoint that is damaged, naming it and the whole one before it. ``option``: what gives a path."""
+    wrong = damage(path)
     if wrong:
         before = next((p for p in reversed(saved_in(path.parent)) if p < path and not damage(p)), None)
-        advice = f"give --resume {before}, which is whole" if before else "no whole one is before it"
+        advice = f"give {option}{before}, which is whole" if before else "no whole one is before it"
         raise ConfigError(f"checkpoint {str(path)!r}: {wrong}; {advice}")
-    return path
 
 
 def damage(path: Path) -> str:

@@ -340,6 +340,38 @@ def test_what_is_kept_are_the_newest_of_this_run(tmp_path: Path) -> None:
         find(folder, "auto")
 
 
+def test_what_is_replaced_is_deleted_after_its_successor_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill in the seconds that a deletion takes must find a whole checkpoint."""
+    config = small(tmp_path, **{"checkpoint.keep": 1})
+    trainer, position = trained(config, RankInfo(), tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    save(config, RankInfo(), folder, trainer, position)
+    there: list[Path | None] = []
+
+    def removed(path: Path, ignore_errors: bool) -> None:
+        if path.is_dir():
+            there.append(find(folder, "auto"))
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", removed)
+    save(config, RankInfo(), folder, trainer, position)
+    assert there == [folder / "step_00000001"]
+
+
+@pytest.mark.parametrize("text", ["", "step_00000000\n"])
+def test_latest_that_is_before_every_checkpoint_is_no_new_run(tmp_path: Path, text: str) -> None:
+    config = small(tmp_path)
+    trainer, position = trained(config, RankInfo(), tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    save(config, RankInfo(), folder, trainer, position)
+    (folder / "latest").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"latest': names .*, which is before every checkpoint there; give --resume one"
+    ):
+        find(folder, "auto")
+
+
 def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small(tmp_path)
     command = ["--config", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "run"), "--save-every", "1", "--steps"]
@@ -394,6 +426,8 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(torch.equal(weights[name], parameter) for name, parameter in trainer.module.named_parameters())
     assert export.main([str(saved), str(tmp_path / "no_folder" / "weights.safetensors")]) == 2
     assert "weights.safetensors cannot be written: " in capsys.readouterr().err
+    assert export.main([str(saved), str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a folder; give the file to write, as in " in capsys.readouterr().err
     (saved / "checkpoint.json").write_text("{}")
     assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err
@@ -412,6 +446,35 @@ def test_a_checkpoint_continues_a_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert said[0] == said[1]
     assert said[0] != said[2]
     assert said[3] == said[4]
+    assert generate.main([*words, "--temperature", "1e-300"]) == 0  # as the likeliest
+    assert capsys.readouterr().out == said[3]
     (saved / "checkpoint.json").write_text("{}")
     assert generate.main(words) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["auto", "none", "nowhere"])
+def test_a_program_that_reads_a_checkpoint_takes_each_name_as_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert generate.main([name, "--prompt", "x"]) == 2
+    assert (
+        f"error: checkpoint {name!r}: is not a checkpoint of this program; give a step_* folder"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--prompt", "a\udcff"), "--prompt: is not text in UTF-8"),
+        (("--prompt", "a", "--seed", "9" * 30), "must be from -2**63 to 2**64 - 1"),
+    ],
+)
+def test_options_of_generate_are_refused_with_a_sentence(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["step_00000001", *words])
+    assert says in capsys.readouterr().err
