@@ -225,8 +225,8 @@ def launched_ranks() -> tuple[int, int, int]:
     try:
         found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
     except (KeyError, ValueError):
-        seen = f"RANK={os.environ.get('RANK')!r} WORLD_SIZE={os.environ.get('WORLD_SIZE')!r}"
-        raise ConfigError(f"{seen}: both must be whole numbers, as torchrun sets them") from None
+        seen = " ".join(f"{name}={os.environ.get(name)!r}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        raise ConfigError(f"{seen}: must be whole numbers, as torchrun sets them") from None
     if not 0 <= found[0] < found[1]:
         raise ConfigError(
             f"RANK={found[0]} WORLD_SIZE={found[1]}: RANK must be from 0 to WORLD_SIZE - 1, as torchrun sets them"

@@ -119,7 +119,8 @@ class PackedSource:
                     yield at, tokens, start
                     at += len(tokens)
             if at == before and place.file == place.part == 0:
-                raise ConfigError("dataset: all its documents are empty")
+                unread = f"{bad} rows cannot be read (no text in UTF-8), and the others are empty" if bad else ""
+                raise ConfigError(f"dataset: {unread or 'all its documents are empty'}; give one with text in UTF-8")
             place = Place(place.epoch + 1)
 
 

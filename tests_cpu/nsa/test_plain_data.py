@@ -75,6 +75,15 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name: str, c
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_text_in_another_encoding_is_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("é".encode("latin-1") * 9)
+    source = PackedSource(PlainDocuments(plain_files(str(tmp_path))), ByteTokenizer(), 4, 100)
+    with pytest.raises(
+        ConfigError, match=r"dataset: 1 rows cannot be read \(no text in UTF-8\), and the others are empty"
+    ):
+        next(source.samples(Position(), lambda number: True))
+
+
 def test_a_folder_without_data_names_what_may_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \*\.parquet, \*\.jsonl or \*\.txt in this folder"):
         open_source(load_config(TINY, **{"data.dataset": str(tmp_path)}))
