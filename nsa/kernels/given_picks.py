@@ -57,5 +57,6 @@ def selected_attention(
 
 def _mask(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
     """Return bool [B, S, G, n_blocks] of numbers [B, S, G, n]; those that no block has set nothing."""
-    places = torch.where((picks < 0) | (picks >= n_blocks), n_blocks, picks).long()
+    picks = picks.long()  # before they meet a number of blocks that a narrow dtype may not hold
+    places = torch.where((picks < 0) | (picks >= n_blocks), n_blocks, picks)
     return picks.new_zeros(*picks.shape[:3], n_blocks + 1, dtype=torch.bool).scatter(-1, places, True)[..., :n_blocks]

@@ -371,7 +371,7 @@ class Operators:
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return the same scores by a scale above zero: the Triton kernels take the maximum of scores before they scale them."""
+    """Return the same scores by a scale above zero: Triton's kernels and torch's causal ones mask scores before they scale them."""
     if scale < 0:
         return -q, -scale
     return q, scale or 1e-30

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.kernels import blocks
 from nsa.kernels.blocks import select
+from nsa.kernels.ops import positive_scale
 from nsa.kernels.reference import compressed
 
 __all__ = ["compressed", "dense", "dense_kernel", "select", "selected", "sliding"]
@@ -80,6 +81,7 @@ def _as_torch_takes_them(
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Plain causal attention in one fused call, groups as they are. v is filled up to k's width, as flash attention wants it."""
     d_v = v.shape[-1]
+    q, scale = positive_scale(q, scale)
     q, k, v = _as_torch_takes_them(q, k, v)
     with _order(q.device):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -89,6 +91,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) ->
 def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
     """As `reference.sliding`, in chunks of ``w`` queries against 2w keys."""
     B, S, H, Dk = q.shape
+    q, scale = positive_scale(q, scale)
     q, k, v = q.transpose(1, 2), _expand_groups(k, H), _expand_groups(v, H)
     if w >= S:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)

@@ -50,6 +50,14 @@ def test_numbers_are_the_mask_that_they_name(z: dict[str, Any]) -> None:
         compare(found, reference.selected(*exact, chosen, l_sel=l_sel, n_sel=1, scale=0.3), inputs, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_picks_of_narrow_numbers_among_more_blocks_than_these_hold(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(1, 300, 2, 8), torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8)
+    picks = torch.randint(0, 128, (1, 300, 1, 3))
+    wanted = nsa.selected_attention(q, k, v, picks, l_sel=1)
+    assert torch.equal(nsa.selected_attention(q, k, v, picks.to(dtype), l_sel=1), wanted)
+
+
 def test_the_selection_of_the_layer_gives_its_branch() -> None:
     """The three public parts, compression, selection and given picks, are what `nsa_attention` does with the gate of one branch."""
     S, sizes = 150, {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 16}
