@@ -51,7 +51,13 @@ class Run:
             self.log(
                 f"attention: {served['attention']} by the backend {served['backend']}{kernel} ({served['reason']})"
             )
-        self.traces = trace_training(folder, ranks.rank, ranks.world_size, config.parallel.mode.upper())
+        try:
+            self.traces = trace_training(folder, ranks.rank, ranks.world_size, config.parallel.mode.upper())
+        except FileExistsError as error:
+            used = str(error.strerror).partition(";")[0]  # without what else a job of NSA_TRACE_DIR can do
+            raise ConfigError(
+                f"--out {str(folder)!r}: {used}; give another folder, or wait until it has ended"
+            ) from None
         self.trainer = Trainer(config, ranks, folder)
         if resumed is not None:
             try:

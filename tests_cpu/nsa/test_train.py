@@ -233,6 +233,19 @@ def test_ranks_that_would_train_apart_are_refused(
     assert "2 ranks with --parallel none would train 2 unrelated models; use --ddp 1" in capsys.readouterr().err
 
 
+def test_a_folder_that_another_run_writes_to_is_refused(warm: WarmPython, tmp_path: Path, run: Run) -> None:
+    command = ("-m", "nsa.train", "--config", TINY, "--out", str(tmp_path), "--steps")
+    first = warm.popen(*command, "10000", cwd=ROOT, stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    assert next(line for line in first.stdout if "first batch" in line)
+    code, _, errors = run("--out", str(tmp_path), "--steps", "1")
+    first.kill()
+    first.communicate()
+    assert code == 2
+    says = f"process {first.pid} leaves its evidence there; give another folder, or wait until it has ended"
+    assert errors == f"error: --out '{tmp_path}': {says}\n"
+
+
 def test_a_misspelt_variable_is_warned_of(tmp_path: Path, run: Run) -> None:
     _, out, _ = run("--steps", "1", "--out", str(tmp_path), NSA_TRACE_GRAD="1", NSA_TRACE_HOST="1")
     assert (
