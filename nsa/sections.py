@@ -128,8 +128,8 @@ class TraceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """``every`` steps (0: never) all that a run needs to go on is written, and the newest ``keep`` stay. ``asynchronous``:
-    written while the next steps run. ``on_error``: what a full disk, for example, means for the run.
+    """``every`` steps (0: never), and after the last, all that a run needs to go on is written, and the newest ``keep`` stay.
+    ``asynchronous``: written while the next steps run. ``on_error``: what a full disk, for example, means for the run.
     """
 
     every: int = 0

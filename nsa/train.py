@@ -112,7 +112,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where metrics, checkpoints and traces go (default: artifacts/train_TIME)",
     )
     parser.add_argument(
-        "--save-every", type=int, metavar="K", help="checkpoint every K steps (default: checkpoint.every; 0: never)"
+        "--save-every",
+        type=int,
+        metavar="K",
+        help="checkpoint every K steps, and the last (default: checkpoint.every; 0: never)",
     )
     parser.add_argument(
         "--resume", default="none", metavar="auto|none|PATH", help="go on from a checkpoint (default: none)"

@@ -132,7 +132,7 @@ class Run:
             step = self.trainer.steps_done
             if self._bar is not None:
                 self._bar.update()
-            due = bool(every) and step % every == 0
+            due = bool(every) and (step % every == 0 or step == train.steps)
             reads = due or step % train.log_every == 0 or step == train.steps
             stop, written = self._report() if reads else (0, 0)
             if due or stop:

@@ -122,6 +122,24 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000001"]
 
 
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_the_last_step_is_saved(tmp_path: Path, asynchronous: str) -> None:
+    small(tmp_path)
+    options = [
+        "--config",
+        str(tmp_path / "small.yaml"),
+        "--out",
+        str(tmp_path / "run"),
+        "--steps",
+        "5",
+        "--save-every",
+        "3",
+    ]
+    assert train.main([*options, "--set", f"checkpoint.asynchronous={asynchronous}"]) == 0
+    saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["latest", "step_00000003", "step_00000005"]
+
+
 def trained(config: Config, ranks: RankInfo, folder: Path, steps: int) -> tuple[Trainer, Position]:
     trainer = Trainer(config, ranks, folder)
     data = batches(open_source(config), Position(), config.train.batch_size, ranks.rank, ranks.world_size)
