@@ -292,10 +292,10 @@ def _attend_one(
             importance = _importance(p.sum(2), blocks.num_selection(total, l_sel), l // d, l_sel // d)
             chosen = blocks.select(importance[:, None], l_sel, n_sel, first=start)
             picks = chosen.nonzero()[:, 3].view(B, G, -1, 1)  # as many for each
-            tokens = (picks * l_sel + torch.arange(l_sel)).flatten(2)
+            tokens = (picks * l_sel + torch.arange(l_sel, device=q.device)).flatten(2)
             # What lies behind the token itself is at the end, in its own block.
             tokens = tokens[..., : tokens.shape[2] - (chosen.shape[3] * l_sel - total)]
-            rows = tokens * G + torch.arange(G)[:, None]
+            rows = tokens * G + torch.arange(G, device=q.device)[:, None]
             keys, values = (
                 torch.stack([one.flatten(0, 1).index_select(0, at.flatten()) for one, at in zip(x, rows, strict=True)])
                 for x in sel

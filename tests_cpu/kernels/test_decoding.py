@@ -147,6 +147,13 @@ def test_a_length_that_is_no_whole_number_changes_nothing() -> None:
         KVCache(spare=2.5)  # type: ignore[arg-type]
 
 
+def test_the_default_device_is_not_the_layers() -> None:
+    module, cache, x = NSAAttention(32, 4, 2, 8, 8, **SIZES), KVCache(), torch.randn(1, 50, 32)
+    with torch.no_grad(), torch.device("meta"):
+        parts = [module(x[:, :40], cache), module(x[:, 40:41], cache), module(x[:, 41:], cache)]
+        torch.testing.assert_close(torch.cat(parts, 1), module(x), rtol=0, atol=2e-5)
+
+
 def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:
     """The call fails in the second layer, when the first has taken the tokens into its cache."""
     config = load_config("configs/tiny_cpu.yaml")
