@@ -107,7 +107,7 @@ class PackedSource:
             before = at
             if not (place.file or place.part):
                 bad = 0  # of this pass over the documents
-            for here, texts in self.documents.read(place):
+            for here, texts in self._read(place):
                 start = Position(0, here, at, bad)
                 bad += sum(text is None for text in texts)
                 if bad > self.max_bad_rows:
@@ -122,6 +122,14 @@ class PackedSource:
                 unread = f"{bad} rows cannot be read (no text in UTF-8), and the others are empty" if bad else ""
                 raise ConfigError(f"dataset: {unread or 'all its documents are empty'}; give one with text in UTF-8")
             place = Place(place.epoch + 1)
+
+    def _read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
+        """Yield what the documents yield. ConfigError where a file cannot be read any more."""
+        try:
+            yield from self.documents.read(place)
+        except OSError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"dataset: a file cannot be read any more ({reason}); put it back") from None
 
 
 def batches(

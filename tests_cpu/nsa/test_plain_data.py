@@ -84,6 +84,22 @@ def test_text_in_another_encoding_is_not_called_empty(tmp_path: Path) -> None:
         next(source.samples(Position(), lambda number: True))
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_file_that_is_gone_in_the_next_pass_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        pq = pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pytest.importorskip("pyarrow").table({"text": ["abc"] * 3}), path)
+    else:
+        path.write_text(lines_of(["abc"] * 3))
+    source = open_source(load_config(TINY, dataset=str(path)))
+    samples = source.samples(Position(), lambda number: True)
+    next(samples)
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"dataset: a file cannot be read any more \(.*{name}.*\); put it back"):
+        list(islice(samples, 9))
+
+
 def test_a_folder_without_data_names_what_may_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \*\.parquet, \*\.jsonl or \*\.txt in this folder"):
         open_source(load_config(TINY, **{"data.dataset": str(tmp_path)}))
