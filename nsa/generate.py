@@ -94,6 +94,8 @@ def _print(arguments: argparse.Namespace) -> int:
     model, name = load(arguments.checkpoint)
     tokenizer = open_tokenizer(name)
     (encoded,) = tokenizer.encode([arguments.prompt.encode()])
+    if len(encoded) < 2:
+        raise ConfigError("--prompt: has no tokens by the checkpoint's tokenizer; give another text")
     prompt = torch.tensor([int(token) for token in encoded[:-1]])  # without the separator: the text goes on
     drawn = torch.Generator().manual_seed(arguments.seed)
     print(arguments.prompt, end="", flush=True)

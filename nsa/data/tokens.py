@@ -60,7 +60,10 @@ class FileTokenizer:
             raise ConfigError(
                 f"data.tokenizer={path!r}: not a tokenizer ({' '.join(str(error).split())[:120]})"
             ) from None
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        # As the file may have been saved for batches of a model's length: documents are whole here.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         ends = [found for name in _ENDS if (found := self._tokenizer.token_to_id(name)) is not None]
         if not ends:
             raise ConfigError(f"data.tokenizer={path!r}: has no token that ends a text ({', '.join(_ENDS)})")
