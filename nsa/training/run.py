@@ -44,8 +44,8 @@ class Run:
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
         self._bar: tqdm[NoReturn] | None = None
         self._handlers = _listen_to_traces(folder, ranks.rank)
+        served = _attention_of(config, ranks.device)  # on each rank: one that cannot be served is refused on all
         if ranks.rank == 0:
-            served = _attention_of(config, ranks.device)
             write_environment(folder / "env.json", attention=served)
             kernel = f", torch's kernel {served['kernel']}" if "kernel" in served else ""
             self.log(
@@ -209,10 +209,14 @@ class Run:
 
 
 def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
+    """Return what serves the model's attention. ConfigError for a backend that cannot."""
     m = config.model
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.d_k, m.d_v
-    return describe_attention(m.attention, m.backend, dtype, device, shape)
+    try:
+        return describe_attention(m.attention, m.backend, dtype, device, shape)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
 
 
 def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:

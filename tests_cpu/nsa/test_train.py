@@ -179,6 +179,10 @@ def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: Warm
         (["--config", TINY, "--device", "cuda"], "--device cuda: torch sees no GPU; use --device cpu"),
         (["--config", TINY, "--resume", "gone", "--steps", "1"], "--resume 'gone': no such folder"),
         (["--config", "nowhere.yaml"], "config 'nowhere.yaml': No such file or directory"),
+        (
+            ["--config", TINY, "--device", "cpu", "--set", "model.backend=flash"],
+            "model.backend='flash': flash-attn needs a GPU, and the tensors are on cpu; use backend='auto'",
+        ),
         ([], "no configuration: give --config PATH, or CONFIG=PATH"),
     ],
 )
