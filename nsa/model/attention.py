@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -159,6 +160,10 @@ class NSAAttention(nn.Module):
             raise ValueError(f"n_heads={n_heads}: must be a multiple of n_kv_heads={n_kv_heads}")
         if d_k % 2:
             raise ValueError(f"d_k={d_k}: must be even, as the rotation turns pairs")
+        if gate_hidden is not None and gate_hidden < 1:
+            raise ValueError(f"gate_hidden={gate_hidden}: must be at least 1, or None")
+        if not 0 < rope_theta < math.inf:
+            raise ValueError(f"rope_theta={rope_theta}: must be a finite number above 0")
         check_sizes(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
         if force_branch not in (None, "cmp", "sel", "win"):
             raise ValueError(f"force_branch={force_branch!r}: must be cmp, sel or win")
@@ -176,7 +181,9 @@ class NSAAttention(nn.Module):
         self.v_win = nn.Linear(dim, n_kv_heads * d_v, bias=False)
         self.k_cmp = nn.Linear(dim, n_kv_heads * d_k, bias=False)
         self.v_cmp = nn.Linear(dim, n_kv_heads * d_v, bias=False)
-        self.gate = Gate(dim, n_heads, gate_hidden or max(16, dim // 4), stop_gradient=stop_gate_gradient)
+        self.gate = Gate(
+            dim, n_heads, max(16, dim // 4) if gate_hidden is None else gate_hidden, stop_gradient=stop_gate_gradient
+        )
         self.out = nn.Linear(n_heads * d_v, dim, bias=False)
         self.rotary = Rotary(d_k, rope_theta)
         if compression == "mlp":

@@ -67,6 +67,19 @@ def test_a_tensor_of_other_dimensions(index: int, change: Any, message: str) -> 
         nsa_attention(*given, **SIZES)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("rope_theta", 0.0, "must be a finite number above 0"),
+        ("rope_theta", float("nan"), "must be a finite number above 0"),
+        ("gate_hidden", -1, "must be at least 1, or None"),
+    ],
+)
+def test_a_layer_that_would_compute_nothing_of_use(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}: {says}"):
+        NSAAttention(32, 4, 2, 8, 8, **SIZES, **{name: value})
+
+
 def test_hidden_states_of_other_dimensions() -> None:
     for x in (torch.randn(40, 32), torch.randn(1, 40, 31)):
         with pytest.raises(ValueError, match=rf"x has shape \({x.shape[0]}, .*\): must be \[batch, tokens, 32\]"):
