@@ -13,8 +13,9 @@ import torch.distributed as dist
 from nsa.config import Config, ConfigError, load_config
 from nsa.data import Position, batches, open_source
 from nsa.model.transformer import build_model
-from nsa.training.checkpoint import Checkpointer, find, load
+from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.parallel import RankInfo
+from nsa.training.saved import find
 from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
