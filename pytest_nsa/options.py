@@ -70,10 +70,9 @@ def add_options(parser: pytest.Parser) -> None:
     # The names until 0.2: they work, and --help is silent on them.
     for old, form in (
         ("--artifacts", {}), ("--bisect-gc", {"action": "store_true"}), ("--bisect-branch", {"action": "store_true"}),
-        ("--bisect-env", {"nargs": "?", "const": ""}), ("--pdb-rank", {"type": int}),
+        ("--bisect-env", {"nargs": "?", "const": ""}), ("--pdb-rank", {"type": int, "default": -1}),
     ):  # fmt: skip
-        dest = old.removeprefix("--").replace("-", "_")
-        group.addoption(old, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **form)
+        group.addoption(old, dest=old.removeprefix("--").replace("-", "_"), help=argparse.SUPPRESS, **form)
     parser.addini("ranks_output_limit", "What is kept of each rank's output: head and tail, in MB", default="64")
     parser.addini(
         "ranks_bisect_env", "What --ranks-bisect-env tries: NAME=VALUE a line (default: what NCCL and CUDA know)",
