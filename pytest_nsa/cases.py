@@ -1,4 +1,4 @@
-"""For test cases that were written to start their own processes: the same methods on ranks that are there already.
+"""A mixin for test cases that start their own processes: it runs their methods on the plugin's ranks instead.
 
     from pytest_nsa import OnRanks, world_size
 
@@ -7,8 +7,8 @@
 
 ``MultiProcessTestCase`` of torch (with DistributedTestBase, DTensorTestBase, FSDPTest and the like) starts a process per rank in
 setUp and joins them; ``MultiProcContinuousTest`` starts them once and sends them the names of tests. In front of either, this
-mixin gives ``self.rank``, ``self.world_size`` and ``self.file_name`` of this rank, and starts none: what their processes would
-have run, the base's own ``_run`` or ``_init_pg`` included, runs in the ranks.
+mixin provides ``self.rank``, ``self.world_size`` and ``self.file_name`` of this rank, and starts no process: what torch's
+processes would run, the base's ``_run`` or ``_init_pg`` included, runs in the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pytest_nsa.rank.context import RankContext, current_rank
 
 
 class OnRanks:
-    """A mixin for unittest.TestCase. Its properties cannot be set: what a base assigns to them is passed over."""
+    """A mixin for unittest.TestCase. Its properties are read-only: what a base class assigns to them is ignored."""
 
     task_queues: tuple[Any, ...] = ()
     _is_in_run = False
@@ -38,7 +38,7 @@ class OnRanks:
 
     @property
     def rank(self) -> int:
-        """This rank's number; -1, as torch numbers the process that starts the others, where it is not set."""
+        """This rank's number; -1 outside of a rank, as in the process from which torch starts the others."""
         context = current_rank()
         return context.rank if context is not None else -1
 
@@ -57,7 +57,7 @@ class OnRanks:
 
     @property
     def file_name(self) -> str:
-        """A file that does not exist yet, the same on all ranks and another for each test: for a FileStore or file://."""
+        """The path of a file that does not exist yet, for a FileStore or file://. Equal on all ranks, different per test."""
         return str(Path(self._context().job.folder) / "case_store")
 
     @file_name.setter
@@ -73,7 +73,7 @@ class OnRanks:
         """No-op, as above."""
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """Wrap the test's method, where torch would join the processes: run what it starts them with, ``cls._run``.
+        """Wrap the test's method: run ``cls._run`` in this rank, where torch would join the processes that run it.
 
         ``_run`` makes a second instance, and calls ``run_test`` of it; bases override it to make their group.
         """
@@ -87,17 +87,17 @@ class OnRanks:
             name = getattr(self, "_testMethodName", "")
             more = (
                 {"fake_pg": getattr(self, "fake_pg", False)} if _takes(run, "fake_pg") else {}
-            )  # copies of older bases do not
+            )  # older copies of the base do not take it
             try:
                 run(self.rank, name, self.file_name, None, **more)
-            except SystemExit as leaves:  # as a process ends that was started for one test
-                if leaves.code:
+            except SystemExit as ended:  # so ends a process that was started for one test
+                if ended.code:
                     raise
 
         return types.MethodType(wrapper, self)
 
     def run_test(self, test_name: str, parent_pipe: Any) -> None:
-        """Run the method in this process; its exceptions are this rank's, and go to no pipe."""
+        """Run the method in this process; its exceptions are raised here, and no pipe gets them."""
         _seed()
         self._is_in_run = True
         getattr(self, test_name)()
@@ -108,7 +108,7 @@ class OnRanks:
 
     @classmethod
     def _ensure_processes_spawned(cls) -> None:
-        """Make the group as its workers do; a fresh one for each test, where theirs live as long as the class."""
+        """Make the group as torch's workers do, but a new one per test: torch's live as long as the class."""
         context = current_rank()
         make_group = getattr(cls, "_init_pg", None)
         if context is not None and make_group is not None:
@@ -118,7 +118,7 @@ class OnRanks:
         @functools.wraps(fn)
         def wrapper(self: OnRanks) -> None:
             fn()
-            _destroy_group()  # after a failure it may wait for ranks that do not come
+            _destroy_group()  # not after a failure: it may wait for ranks that never call it
 
         return types.MethodType(wrapper, self)
 
@@ -129,10 +129,10 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _seed() -> None:
-    """Seed as torch's own tests do; where what those need is not installed, torch alone, with their seed."""
+    """Seed as torch's own tests do; without expecttest, which those need, seed torch alone with the same number."""
     try:
         from torch.testing._internal.common_utils import set_rng_seed
-    except ModuleNotFoundError:  # expecttest
+    except ModuleNotFoundError:
         import torch
 
         torch.manual_seed(1234)

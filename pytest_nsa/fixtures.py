@@ -1,4 +1,4 @@
-"""The fixtures. On ranks: `group`, `ddp`, `fsdp`, `trace`; everywhere: `branch`, `gc_range`, `artifacts`.
+"""The fixtures. On ranks: `group`, `ddp`, `fsdp`, `trace`, `rank_tmp_path`; everywhere: `branch`, `gc_range`.
 
 This module is loaded by every pytest run, ranks or not.
 """
@@ -41,14 +41,14 @@ def trace(request: pytest.FixtureRequest) -> Trace:
 
 @pytest.fixture
 def rank_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A temporary folder of this rank's own, in `tmp_path`, which is the same on all ranks. The test runs on ranks."""
+    """A temporary folder for this rank alone, inside `tmp_path`, which all ranks share. The test runs on ranks."""
     folder = tmp_path / f"rank{require_rank(request, 'rank_tmp_path').rank}"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def _tried(name: str) -> str | None:
-    """The value that a bisection tries in this rank."""
+    """Return the value that a bisection tries in this rank; None without a bisection."""
     ctx = current_rank()
     return ctx.job.overrides.get(name) if ctx is not None else None
 

@@ -1,7 +1,7 @@
 """Hooks that a downstream repository may implement, in a conftest.py or a plugin.
 
 ``examples/downstream/tests/conftest.py`` has one of each. In a conftest.py mark them ``@pytest.hookimpl(optionalhook=True)``, so
-that ``-p no:nsa`` finds nothing unknown. What an implementation gets wrong is reported; it costs no verdict and no report.
+that ``-p no:nsa`` finds nothing unknown. An error in an implementation is reported; verdicts and reports are written all the same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ CauseAndRule = tuple[Cause, Callable[[Evidence], Finding | None]]
 def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision | None:
     """Decide over a whole run, from its ``verdicts`` by scenario, or by test where none is a scenario.
 
-    Called once, at the end of the session, by the process that writes the reports. Return None to leave it to others; the
-    plugin's own decision reads the surest verdict first. The sentence heads SUMMARY.md, report.html and the closing lines.
+    Called once, at the end of the session, by the process that writes the reports. Return None to leave the decision to others;
+    the plugin's own reads the surest verdict first. The sentence heads SUMMARY.md, report.html and the closing lines.
     """
 
 
 def pytest_nsa_causes(config: pytest.Config) -> Iterable[CauseAndRule] | None:
     """Add causes to those that a verdict may name, each with the rule that finds it.
 
-    Called once per process that collects tests. A rule is given the evidence of a test that did not pass, and returns a `Finding`
-    of its cause, or None; it is asked before the plugin's own, and only for the verdict, never while the test runs. The mark
-    ``fails_as`` knows these causes too. ``pytest-nsa diagnose``, which loads no conftest.py, does not.
+    Called once per process that collects tests. A rule takes the evidence of a test that did not pass, and returns a `Finding`
+    of its cause, or None. It is called before the plugin's rules, and only for the verdict, never while the test runs. The mark
+    ``fails_as`` accepts these causes too. ``pytest-nsa diagnose`` does not know them: it loads no conftest.py.
     """
 
 
@@ -50,9 +50,9 @@ def pytest_nsa_collect_evidence(folder: Path, pids: Mapping[int, int]) -> Iterab
 
 
 def pytest_nsa_scenarios(config: pytest.Config) -> Mapping[str, str] | None:
-    """Return the table of a diagnostic plan: the names of its scenarios, and what a failure of each reads as ('' for nothing).
+    """Return the table of a diagnostic plan: the names of its scenarios, and what a failure of each means ('' for nothing).
 
-    A mark ``scenario`` with another name is its test's error, and SUMMARY.md lists the scenarios that did not run.
+    A test with a mark ``scenario`` of another name fails, and SUMMARY.md lists the scenarios that did not run.
     """
 
 

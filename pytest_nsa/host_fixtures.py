@@ -1,4 +1,4 @@
-"""Fixtures that the host makes once, for ranks that take their values: a folder, a data set, a server's address.
+"""Fixtures that the host makes once; the ranks get their values: a folder, a data set, a server's address.
 
 Every other fixture of a test on ranks is made in each rank, for that test alone, whatever its scope.
 """
@@ -16,7 +16,7 @@ _MARK = "__nsa_host_fixture__"
 
 
 def host_fixture(*, scope: str = "session", name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Declare a fixture that is made on the host, and every rank gets its value::
+    """Declare a fixture that is made on the host; every rank gets its value::
 
         @host_fixture(scope="session")
         def corpus(tmp_path_factory):
@@ -24,7 +24,7 @@ def host_fixture(*, scope: str = "session", name: str | None = None) -> Callable
             path.write_bytes(...)
             return path
 
-    The value must be a Path, or what JSON can hold; other tests, on the host, get it as it is.
+    The value must be a Path, or what JSON can hold; tests on the host get it unchanged.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
@@ -41,7 +41,10 @@ def _definitions(item: pytest.Function) -> dict[str, Any]:
 
 
 def make_host_values(item: pytest.Function) -> dict[str, Any]:
-    """On the host, in a test's setup: the values, as JSON. Raises TypeError for one that is neither a Path nor JSON."""
+    """Return the values of a test's host fixtures in a form that JSON can hold, made on the host in the test's setup.
+
+    Raises TypeError for a value that is neither a Path nor what JSON can hold.
+    """
     values = {}
     for name in _definitions(item):
         value = item._request.getfixturevalue(name)
@@ -57,7 +60,7 @@ def make_host_values(item: pytest.Function) -> dict[str, Any]:
 
 
 def take_host_values(item: pytest.Item, values: dict[str, Any]) -> None:
-    """In a rank: give the host's values to the fixtures that it made; what these alone were built on is not made here."""
+    """In a rank, let the host fixtures return the host's values; the fixtures that they alone use are not made here."""
     if not values:
         return
     assert isinstance(item, pytest.Function)
@@ -79,7 +82,7 @@ def _returning(value: Any) -> Callable[[], Any]:
 
 
 def made_in_ranks(item: pytest.Function) -> list[str]:
-    """Return the fixtures that each rank makes, in pytest's order: not what the host's alone are built on."""
+    """Return the fixtures that each rank makes, in pytest's order: without those that host fixtures alone use."""
     info = item._fixtureinfo
     needed, todo = set(), [*info.initialnames]
     while todo:

@@ -20,7 +20,7 @@ def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
 
 
 def memory_of(mark: pytest.Mark) -> int | None:
-    """Bytes that a test needs on each of its GPUs, by ``gpu(memory='8GiB')``; None where it names none, or not in this form."""
+    """Return the bytes that a test needs on each of its GPUs, as in ``gpu(memory='8GiB')``; None for any other form."""
     found = re.fullmatch(r"([1-9]\d{0,6}) ?(MiB|GiB)", str(mark.kwargs.get("memory", "")))
     return int(found[1]) << (30 if found[2] == "GiB" else 20) if found else None
 
@@ -54,7 +54,7 @@ def environment_of(item: pytest.Item) -> dict[str, str]:
 
 
 def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
-    """Return the hash seed of each rank by the mark, drawn where it names none; () without the mark."""
+    """Return the hash seed of each rank, drawn at random if the mark names no seeds; () without the mark."""
     mark = item.get_closest_marker("hash_seeds")
     if mark is None:
         return ()
@@ -62,7 +62,7 @@ def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
 
 
 def traces_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return what the fixture `trace` records, by its mark under either name; () without it."""
+    """Return what the fixture `trace` records, by the mark `trace_kinds` or `trace`; () without a mark."""
     marks = (item.get_closest_marker(name) for name in ("trace_kinds", "trace"))
     return next((mark.args for mark in marks if mark is not None), ())
 

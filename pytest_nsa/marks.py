@@ -1,4 +1,4 @@
-"""The marks: what each takes, what it does, and its message for a wrong argument; described in this one place.
+"""The marks: what each takes, what it does, and its message for a wrong argument.
 
 Each function below is the mark as a plain decorator; its docstring is its line in ``pytest --markers``.
 """
@@ -32,8 +32,8 @@ BACKENDS = ("gloo", "nccl")
 TRACES = ("grads", "module_bwd", "ddp_buckets")
 # A process per rank: 64 anywhere, more where there are cores and memory for them.
 _MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-_OF_A_RANK = 200 << 20  # bytes, its own
-MAX_WORLD_SIZE = max(64, min(4096, 16 * (os.cpu_count() or 1), _MEMORY // _OF_A_RANK))
+_MEMORY_PER_RANK = 200 << 20  # bytes
+MAX_WORLD_SIZE = max(64, min(4096, 16 * (os.cpu_count() or 1), _MEMORY // _MEMORY_PER_RANK))
 
 
 class LayerRange(str):
@@ -56,7 +56,7 @@ class LayerRange(str):
 def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
     """Run the test's body on n ranks, each a fresh process in one process group; several numbers make a test each.
 
-    With ``group=None`` they are in none: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes its own.
+    With ``group=None`` they are in no group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes the group.
     """
     return pytest.mark.world_size(*n) if group is not None else pytest.mark.world_size(*n, group=None)
 
@@ -82,7 +82,7 @@ def trace_kinds(*kinds: str) -> pytest.MarkDecorator:
 
 
 def trace(*kinds: str) -> pytest.MarkDecorator:
-    """The older name of trace_kinds, which the fixture `trace` has too."""
+    """An older name of trace_kinds; the fixture `trace` has the same name."""
     return pytest.mark.trace(*kinds)
 
 
@@ -228,7 +228,7 @@ class MarkRule:
 def _taking_arguments(
     decorator: Callable[..., Any], check: Callable[[pytest.Mark], str | None], fixture: str | None = None
 ) -> MarkRule:
-    """The rule of a mark whose decorator is a function above: its form and text are the function's."""
+    """Return the rule of a mark that has a decorator above: form and text come from that function."""
     parameters = inspect.signature(decorator).parameters.values()
     shown = (str(p).split(":")[0] if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     form = f"({', '.join(shown)})"
@@ -355,7 +355,7 @@ def of_another_plugin(item: pytest.Item) -> Iterator[str]:
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Several values in branch(), gc_range() or world_size() make several tests."""
+    """Make one test per value in branch(), gc_range() or world_size()."""
     mark = metafunc.definition.get_closest_marker("world_size")
     sizes = sizes_of(mark) if mark is not None and _check_world_size(mark) is None else ()
     if len(sizes) > 1:

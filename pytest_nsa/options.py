@@ -67,7 +67,7 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="N",
         help="The rank that --pdb and breakpoint() attach to (default: the first that fails; 0)",
     )
-    # The names until 0.2: they work, and --help is silent on them.
+    # Names of an earlier version: accepted, and not shown by --help.
     for old, form in (
         ("--artifacts", {}), ("--bisect-gc", {"action": "store_true"}), ("--bisect-branch", {"action": "store_true"}),
         ("--bisect-env", {"nargs": "?", "const": ""}), ("--pdb-rank", {"type": int, "default": -1}),

@@ -136,7 +136,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 @pytest.hookimpl(trylast=True)  # a conftest may have marked them in the same hook
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    # Nor does their collector ask a hook for the methods of a TestCase.
+    # pytest calls pytest_pycollect_makeitem for no method of a TestCase.
     items[:] = [make_ranked(i) if _is_marked(i) else i for i in items]
     session.config.stash[runner_key].extensions.take()
     for item in items:
@@ -144,7 +144,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 
 def _is_marked(item: pytest.Item) -> TypeGuard[pytest.Function]:
-    """Return whether an item is marked for ranks, and none that runs on them yet."""
+    """Return whether an item requests ranks and does not run on them yet."""
     if not isinstance(item, pytest.Function) or isinstance(item, Ranked):
         return False
     return may_be_ranked(item) and marked.is_ranked(item)
@@ -161,7 +161,7 @@ def _check_marks(item: pytest.Item) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
     for at, item in enumerate(session.items):
-        if _is_marked(item):  # since its marks were checked: by the second half of another plugin's wrapper
+        if _is_marked(item):  # another plugin's hook wrapper marked it after the marks were checked
             session.items[at] = make_ranked(item)
             _check_marks(session.items[at])
     wants = _wants_ranks(session)
@@ -214,7 +214,7 @@ def _wants_ranks(session: pytest.Session) -> bool:
 
 
 def _only_lists(config: pytest.Config) -> bool:
-    """Return whether tests, or their fixtures, are listed or set up alone: then no rank runs, and nothing is written."""
+    """Return whether this run only lists tests or fixtures, or only sets fixtures up: then no rank runs, nothing is written."""
     options = config.option
     is_without_calls = config.getoption("setuponly", False) or config.getoption("setupplan", False)
     return bool(options.collectonly or options.showfixtures or options.show_fixtures_per_test or is_without_calls)
@@ -251,9 +251,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     item.config.stash[runner_key].next_item = nextitem
-    item.config.stash[signals_key].goes_on()
+    item.config.stash[signals_key].begin_test()
     outer = item.config.stash.get(outer_key, None)
-    return True if outer is not None and outer.leaves(item) else None
+    return True if outer is not None and outer.leaves_to_leader(item) else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,14 +14,14 @@ from pytest_nsa.options import DESCENDANTS, UNMARKED
 from pytest_nsa.wire.messages import FIXED_VARIABLES
 
 HAS_RANKS = sys.platform == "linux"  # elsewhere tests on ranks are skipped, and others run as without the plugin
-FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that do not exist: for testing the leases where there is no GPU
+FAKE_GPUS = "NSA_FAKE_GPUS"  # how many GPUs that do not exist are leased: to test leases on a machine without GPUs
 FAKE_GPU_MEMORY = 16 << 30  # bytes of each
 # Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
 # or the job of a cold rank.
 ZYGOTE_FD = "PYTEST_NSA_ZYGOTE_FD"
 LISTENER_FD = "PYTEST_NSA_LISTENER_FD"
 COLD_JOB = "PYTEST_NSA_COLD_JOB"
-COVERAGE = "PYTEST_NSA_COVERAGE"  # its sources to measure, where pytest-cov does
+COVERAGE = "PYTEST_NSA_COVERAGE"  # the sources that a child measures, where pytest-cov is on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def resolve(config: pytest.Config) -> Settings:
         raise pytest.UsageError(f"NSA_TRACE_LEVEL={level!r}: must be full or light")
     named_plugins(config)  # a line that cannot be used is refused now, not in the ranks
     settings = Settings(
-        artifacts=(config.rootpath / directory).resolve(),  # '..' in it would be refused of a child's cache
+        artifacts=(config.rootpath / directory).resolve(),  # pytest refuses '..' in the path of a child's cache
         launch=config.getoption("--ranks-launch"),
         fsdp_version=int(config.getoption("--ranks-fsdp-version")),
         timeout=_seconds(config, "ranks_timeout", at_least=1),
@@ -133,8 +133,8 @@ def _descendants(config: pytest.Config) -> str:
 
 
 def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
-    """From the variables of torchrun, or MASTER_ADDR and those of SLURM; None without them, in a world of one that
-    torchrun has not started, or when a launch is requested.
+    """Return the outer launcher by torchrun's variables, or by MASTER_ADDR and those of SLURM. None without them, with one
+    rank that torchrun has not started, and with ``--ranks-launch``.
 
     Raises UsageError where a variable is wrong, or xdist is on.
     """

@@ -1,7 +1,7 @@
-"""A harness for tests of ranked tests: files in, verdicts out. For this project's suite, and for plugins built on it.
+"""A harness for tests of ranked tests: files in, verdicts out. For this project's suite, and for plugins built on it::
 
 def test_my_fixture(pytester):
-    result = run_example(pytester, "@world_size(2)\ndef test_it(group): assert group.world_size == 2")
+    result = run_example(pytester, "@world_size(2)\\ndef test_it(group): assert group.world_size == 2")
     assert result.outcomes == {"passed": 1}
 """
 
@@ -48,14 +48,14 @@ class ExampleResult:
 def run_example(
     pytester: pytest.Pytester, source: str, *arguments: str, name: str = "test_example.py", timeout: float = 120
 ) -> ExampleResult:
-    """Write ``source`` behind HEADER as a test module, run pytest on it in its own process, read what it left."""
+    """Write HEADER and ``source`` as a test module, run pytest on it in a separate process, and read the results."""
     pytester.path.joinpath(name).write_text(HEADER + textwrap.dedent(source), encoding="utf-8")
     options = ("-p", "no:cacheprovider", f"--basetemp={pytester.path / 'runpytest'}", f"--rootdir={pytester.path}")
     return read_result(pytester.path, run_pytest(pytester.path, [*options, *arguments], timeout))
 
 
 def run_in(folder: Path, *arguments: str, timeout: float = 170) -> ExampleResult:
-    """Run pytest on what lies in ``folder``, in order: for a fixture of module scope, which has no pytester."""
+    """Run pytest on the files in ``folder``, in order: for a fixture of module scope, which cannot use pytester."""
     options = ("-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder))
     return read_result(folder, run_pytest(folder, [*options, *arguments], timeout))
 

@@ -1,12 +1,13 @@
 """Announce suspicions in the jobs that a test has started by itself, while the test runs.
 
-``python announce.py TEST PID BEGAN SYS_PATH``: a file in the folder of a session's jobs; the session's process and its start, in
-clock ticks; a JSON list. The file names the test that runs (``nodeid``), the processes of wider fixtures (``of_fixtures``),
-and whether the session masks secrets (``masks``).
+``python announce.py TEST PID BEGAN SYS_PATH``: TEST is a file in the folder of a session's jobs; PID and BEGAN are the session's
+process and its start, in clock ticks; SYS_PATH is a JSON list. The file names the test that runs (``nodeid``), the processes of
+wider fixtures (``of_fixtures``), and whether the session masks secrets (``masks``).
 
-A session starts this program with the first process of its tests, by its path and without ``site``: where tests start processes,
-and no ranks, it costs an empty interpreter. What reads evidence is imported when a rank leaves some. The program is a child of
-init: a test that waits for its children, or counts them, does not meet it. It ends when the folder or the process has gone.
+A session starts this program when a test first starts a process, by its path and without ``site``: for tests that start processes
+but no ranks, it costs an empty interpreter. The modules that read evidence are imported when a rank leaves some. The program is a
+child of init, so that a test which waits for its children, or counts them, does not find it. It ends when the folder is deleted or
+the process has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_nsa.cli.watch import Watcher
 
 LOOK_S = 0.25
-_STATE, _PARENT, _BEGAN = 0, 1, 19  # /proc/PID/stat, behind the command's name
+_STATE, _PARENT, _BEGAN = 0, 1, 19  # fields of /proc/PID/stat after the command's name
 
 
 def announce(test: str, pid: int, began: int) -> None:
@@ -35,7 +36,7 @@ def announce(test: str, pid: int, began: int) -> None:
         fields = _stat(pid)
         return not os.path.isdir(folder) or not fields or fields[_STATE] in "ZX" or int(fields[_BEGAN]) != began
 
-    # os.walk passes over what is deleted while it looks.
+    # os.walk skips folders that are deleted while it runs.
     while not is_over() and not any(n.startswith("job-") for _, names, _ in os.walk(folder) for n in names):
         time.sleep(LOOK_S)
     if not is_over():

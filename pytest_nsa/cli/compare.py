@@ -1,4 +1,4 @@
-"""`pytest-nsa compare` and `history`: two runs compared, and runs one after the other."""
+"""`pytest-nsa compare` and `history`: compare two runs, or list what changed over all kept runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pytest_nsa.wire.files import write_atomically
 
 
 def compare(base: list[Path], new: list[Path], page: Path | None) -> int:
-    """Print what differs between two runs, the first of each side; the others are repeats. Returns 1 where something is worse."""
+    """Print what differs between two runs, the first of each side; the others are repeats.
+
+    Return 1 if something is worse, 2 if a folder is no run, else 0.
+    """
     for folder in (*base, *new):
         if not (folder / VERDICTS).is_file():
             print(
@@ -43,7 +46,7 @@ def _name(folder: Path) -> str:
 
 
 def print_history(root: Path) -> int:
-    """Print of which tests the runs of a folder have a difference."""
+    """Print the tests that are flaky, slower or failing over the runs of a folder. Return 2 without a finished run, else 0."""
     unread: list[str] = []
     runs = sorted((run for run in runs_in(root, unread) if run.finished), key=lambda run: run.time)
     if unread:

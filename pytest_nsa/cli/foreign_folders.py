@@ -1,7 +1,7 @@
-"""Folders of evidence that another user may have made or sent: what a command writes for them, and what it reads of this machine.
+"""Folders of evidence that another user may have made or sent: where a command writes, and which files of this machine it reads.
 
-A folder of another user is copied into one of ours, and the copy is used. The sources that evidence names are read only where this
-machine made the evidence and they lie below the root of its tests, or where the user requests them.
+A folder of another user is copied into a folder of this user, and the copy is used. The sources that evidence names are read only
+if this machine made the evidence and they are below the root of its tests, or if the user requests them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pytest_nsa.system.disk_space import private_folder
 from pytest_nsa.wire.files import LARGEST, read_bytes, write_atomically
 
 MOST = 1 << 30  # bytes of a folder that are copied
-DEPTH = 4  # run, test, what a bisection tried of it, rank
+DEPTH = 4  # run, test, run of a bisection, rank
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a folder, or a process by its folder in /proc, is this user's. False for no such process."""
+    """Return whether a folder, or a process by its folder in /proc, is this user's; False if it does not exist."""
     try:
         return path.stat().st_uid == os.getuid()
     except OSError:
@@ -32,7 +32,7 @@ def is_ours(path: Path) -> bool:
 
 
 def to_write_in(folder: Path) -> Path:
-    """Return a folder without links in its path, as short as it can be written; of another user's folder a copy that is ours."""
+    """Return a folder's path without links, as short as possible; for another user's folder, the path of a copy."""
     folder = Path(short_path(folder.resolve()))
     if is_ours(folder):
         return folder
@@ -79,7 +79,7 @@ def _files(folder: Path, depth: int) -> Iterator[Path]:
 def with_allowed_sources(evidence: Evidence, *, requested: bool, is_own_job: bool = False) -> Evidence:
     """Return evidence with the sources that it names, as far as they may be read.
 
-    ``is_own_job``: it is written by processes of this user, which live. ``requested``: the user asks for them, wherever they lie.
+    ``is_own_job``: live processes of this user write it. ``requested``: the user requests the sources, wherever they are.
     """
     ours = is_ours(evidence.folder)
     if requested or (is_own_job and ours):
@@ -90,7 +90,7 @@ def with_allowed_sources(evidence: Evidence, *, requested: bool, is_own_job: boo
 
 
 def _is_made_here(evidence: Evidence) -> bool:
-    """Return whether evidence lies where it was made, as what others send does not, and its tests' root is a project's folder."""
+    """Return whether evidence is where it was made, unlike evidence sent by others, and its tests' root is a project's folder."""
     root, made = evidence.job.root, evidence.job.folder
     if not (os.path.isabs(root) and os.path.isabs(made)):
         return False

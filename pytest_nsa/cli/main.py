@@ -36,7 +36,7 @@ _SOURCES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="pytest-nsa", description="Diagnose tests on ranks from the evidence they left."
     )
@@ -176,7 +176,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace) -> int:
     folders = (
         {Path(os.path.realpath(arguments.run))} if arguments.run else set()
-    )  # resolve() raises where links go in circles
+    )  # resolve() raises for a cycle of links
     for pid in arguments.pids:
         found = folder_of(pid)
         if found is None:

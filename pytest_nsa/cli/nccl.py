@@ -1,7 +1,7 @@
 """What NCCL reports of a job's communicators by its own service (RAS, NCCL 2.28 and newer): counts of calls per rank, lost ranks.
 
-`ncclras -f json` asks one rank and answers for the whole job, other nodes too. It knows no lines of the program: in addition to
-the boards it shows which rank of which communicator is behind, and which rank does not answer.
+`ncclras -f json` queries one rank and returns the state of the whole job, other nodes included. It knows no lines of the program.
+It shows, in addition to the boards, which rank of a communicator is behind, and which rank does not answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pytest_nsa.wire.files import parse
 
 AGAIN_S = 5.0
 MOST = 16 << 20  # bytes of an answer
-# 2.28.9 leaves a comma out where ranks are missing: between a value and the name on the next line.
+# If ranks are missing, 2.28.9 omits a comma between a value and the name on the next line.
 _NO_COMMA = re.compile(r'(["\d\]}el])(\s*\n\s*"[^"\n]*"\s*:)')
 
 
 def read_answer(text: str) -> dict[str, Any] | None:
-    """Return the answer as an object; None where it is no object. Repairs the comma that 2.28.9 does not write."""
+    """Return the answer as an object; None if it is no object. Inserts the comma that 2.28.9 omits."""
     found = parse(text)
     if found is None:
         found = parse(_NO_COMMA.sub(r"\1,\2", text))
@@ -52,7 +52,7 @@ class Communicator:
 
 
 def communicators(answer: dict[str, Any]) -> list[Communicator]:
-    """Return those of an answer. What is not as NCCL 2.28 to 2.30 write it is passed over."""
+    """Return the communicators of an answer. Entries in another form than that of NCCL 2.28 to 2.30 are skipped."""
     found = []
     for entry in _objects(answer.get("communicators")):
         ranks = [r for r in _objects(entry.get("ranks")) if isinstance(r.get("rank"), int)]
@@ -110,17 +110,17 @@ def describe(before: list[Communicator], now: list[Communicator]) -> list[str]:
 
 @dataclass
 class NcclService:
-    """Asks `ncclras` every few seconds, in a process that nothing waits for. Silent where it is not installed."""
+    """Runs `ncclras` every few seconds, without waiting for it. No-op if it is not installed."""
 
     lines: list[str] = field(default_factory=list)
     _program: str | None = field(default_factory=lambda: shutil.which("ncclras"))
     _process: subprocess.Popen[bytes] | None = None
-    _answer: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # that of thousands of ranks fills a pipe
+    _answer: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # an answer on thousands of ranks fills a pipe
     _queried_at: float = 0.0
     _before: list[Communicator] = field(default_factory=list)
 
     def look(self) -> None:
-        """Take an answer that has come; ask again when it is time."""
+        """Read an answer that has arrived; query again when it is time."""
         if self._program is None:
             return
         if self._process is not None and self._process.poll() is not None:
@@ -145,7 +145,7 @@ class NcclService:
         self.lines, self._before = describe(self._before, now), now
 
     def close(self) -> None:
-        """End a question that has no answer yet."""
+        """End a query that has no answer yet."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

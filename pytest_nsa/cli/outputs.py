@@ -1,4 +1,4 @@
-"""What `watch` gives to machines: a command per verdict, and a textfile for Prometheus."""
+"""Outputs of `watch` for programs: a command per verdict, and a textfile for Prometheus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class VerdictCommand:
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def give(self, statuses: Sequence[Status]) -> None:
-        """Run it for each verdict that is new."""
+        """Run the command for each new verdict."""
         for status in statuses:
             verdict = status["verdict"]
             if verdict is None:

@@ -1,4 +1,4 @@
-"""`pytest-nsa report DIR...`: SUMMARY.md and report.html again, as the run itself would have written them; `clean`: old runs."""
+"""`pytest-nsa report DIR...` writes SUMMARY.md and report.html again, as the run itself would; `clean` deletes old runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pytest_nsa.wire.files import append_line
 
 
 def report(folders: Sequence[Path], *, sources: bool) -> int:
-    """Write the reports of each run. 0: nothing failed, 1: something did, 2: a folder is no run.
+    """Write the reports of each run. Return 0 if nothing failed, 1 if a test failed, 2 if a folder is no run.
 
-    ``sources``: read those that evidence names, wherever they lie.
+    ``sources``: read the sources that evidence names, wherever they are.
     """
     status = 0
     for run in folders:
@@ -47,7 +47,7 @@ def report(folders: Sequence[Path], *, sources: bool) -> int:
 
 
 def _conclude(run: Path, sources: bool) -> None:
-    """Give a verdict to each test that the run was cut off in."""
+    """Give a verdict to each test during which the run was cut off."""
     known = {entry.folder for entry in read_entries(run)}
     for folder in find_test_folders(run):
         if folder.name in known:
@@ -61,15 +61,15 @@ def _conclude(run: Path, sources: bool) -> None:
 
 
 def is_live(evidence: Evidence) -> bool:
-    """Return whether a rank of the evidence runs on this machine, and maps its board still."""
+    """Return whether a rank of the evidence still runs on this machine, by the board that it maps."""
     folders = {rank.folder.parent.resolve(): int(rank.board.numbers["pid"]) for rank in evidence.ranks if rank.board}
     return evidence.stop == "host_died" and any(folder_of(pid) == folder for folder, pid in folders.items())
 
 
 def read(folder: Path, *others: Path, sources: bool) -> Evidence | None:
-    """Return a folder's evidence, and print what of it cannot be read; None where that is all.
+    """Return a folder's evidence, and print which parts cannot be read; None if nothing can.
 
-    ``sources``: read those that it names, wherever they lie.
+    ``sources``: read the sources that it names, wherever they are.
     """
     try:
         evidence = load(folder, *others)
@@ -78,13 +78,13 @@ def read(folder: Path, *others: Path, sources: bool) -> Evidence | None:
         return None
     for what in evidence.unread:
         print(visible(f"{folder.name}: not read: {what}"), file=sys.stderr)
-    # Without any, the process that ran the ranks did not come to keep them.
+    # Without sources, the process that ran the ranks ended before it could keep them.
     has_sources = evidence.sources.snippets and not sources
     return evidence if has_sources else with_allowed_sources(evidence, requested=sources)
 
 
 def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:
-    """Delete finished runs beyond those that are kept; prints each. 2: no artifacts folder."""
+    """Delete finished runs beyond those that are kept, and print each. Return 2 without an artifacts folder, else 0."""
     if not root.is_dir():
         print(f"error: {str(root)!r}: no such folder; give the one that has the runs, as in artifacts", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""``pytest-nsa watch``: follows a training that pytest did not start, by the boards that its ranks map. It signals no process."""
+"""``pytest-nsa watch``: follow a training that pytest did not start, by the boards that its ranks map. It signals no process."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ LOOK_S = 0.25
 METRICS_S = 1.0
 MANY = 8  # ranks: more are shown by state
 GRACE_S = 1.0
-ENOUGH_S = 4.5  # to see which ranks make progress, and to look twice at those that do not
+ENOUGH_S = 4.5  # to find which ranks make progress, and to look twice at those that do not
 _BOARD = re.compile(r"(/\S.*)/rank(\d+)/board\.bin$")
 
 
 def folder_of(pid: int, rank: int | None = None) -> Path | None:
-    """Return where the board of a rank (None: of any) lies, by what its process has mapped; None when it has none, or is another
+    """Return the folder of the board of a rank (None: of any) that a process has mapped; None if it maps no board, or is another
     user's.
     """
     try:
@@ -56,7 +56,7 @@ def folder_of(pid: int, rank: int | None = None) -> Path | None:
 class Watcher:
     """Looks at the ranks of ``folder`` that run on this machine.
 
-    What it sees goes to ``host.jsonl`` there as it happens; of another user's folder to a temporary one.
+    It records what it observes in ``host.jsonl`` there; for another user's folder, in a temporary folder.
     """
 
     folder: Path
@@ -66,10 +66,10 @@ class Watcher:
     _stall: StallClock = field(default_factory=StallClock)
     _gone: set[int] = field(default_factory=set)
     _delay: AnnounceDelay = field(default_factory=AnnounceDelay)
-    _printed: object = None  # the finding that `lines` had last
+    _printed: object = None  # the finding that `lines` returned last
     _is_own: dict[int, bool] = field(
         default_factory=dict
-    )  # of ranks that were seen alive, whether their process is this user's
+    )  # by rank that was seen alive: whether its process is this user's
 
     def __post_init__(self) -> None:
         self.watch = ProgressWatch({})
@@ -77,12 +77,12 @@ class Watcher:
 
     @cached_property
     def _scratch(self) -> tempfile.TemporaryDirectory[str] | None:
-        """Asked when a rank is there: before, the training may not have made the folder."""
+        """The temporary folder, None for this user's folder. Evaluated once a rank exists: before, the folder may not exist."""
         return None if is_ours(self.folder) else tempfile.TemporaryDirectory(prefix="pytest-nsa-watch-")
 
     @cached_property
     def log(self) -> Path:
-        """The file that has what was seen."""
+        """The file with what was observed."""
         return (Path(self._scratch.name) if self._scratch is not None else self.folder) / "host.jsonl"
 
     def _find_ranks(self) -> None:
@@ -92,7 +92,7 @@ class Watcher:
 
     @property
     def boards(self) -> dict[int, BoardSnapshot]:
-        """By rank, as they were last seen."""
+        """The latest boards, by rank."""
         return dict(sorted(self.watch.boards.items()))
 
     @property
@@ -132,7 +132,7 @@ class Watcher:
         return (before and before.key) != (self.finding and self.finding.key)
 
     def _load(self) -> Evidence | None:
-        """The folder's evidence; None where it cannot be read, with the reason in `unread`."""
+        """Return the folder's evidence; None if it cannot be read, with the reason in `unread`."""
         try:
             evidence = load(self.folder, *([self.log.parent] if self._scratch is not None else []))
             is_own_job = bool(self._is_own) and all(self._is_own.values())
@@ -147,7 +147,7 @@ class Watcher:
         return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
 
     def _is_alive(self, rank: int, board: BoardSnapshot) -> bool:
-        """Return whether the process that made the board is there, and maps it still: its number may be another's by now."""
+        """Return whether the process that made the board lives and still maps it: its pid may be reused."""
         mapped = folder_of(int(board.numbers["pid"]), rank)
         with contextlib.suppress(OSError):  # a file that has gone
             return mapped is not None and (mapped / f"rank{rank}").samefile(self.folder / f"rank{rank}")
@@ -159,7 +159,7 @@ class Watcher:
         append_line(self.log, {"event": "stall", "time": time.time(), **self.watch.stall_facts(waited, GRACE_S)})
 
     def announcement(self, test: str) -> str:
-        """Return the line on a suspicion in a job of a test; '' where there is none, or no rank has waited for long."""
+        """Return the line on a suspicion in a job of a test; '' without one, or if no rank has waited for `WAITED_FOR_S`."""
         found, waited = self.finding, self.watch.longest_wait
         if found is None or waited < WAITED_FOR_S:
             return ""
@@ -172,8 +172,8 @@ class Watcher:
         return int(max(b.numbers["world_size"] for b in self.boards.values()))
 
     def lines(self, *, again: bool = True) -> list[str]:
-        """One line per rank, of many ranks one per state, the rarest first; and the verdict where there is one, one that the last
-        lines had only if ``again``.
+        """Return one line per rank (for many ranks one per state, the rarest first), then the verdict, if any; a verdict that the
+        last call returned only with ``again``.
         """
         found = [self._line(rank, board) for rank, board in self.boards.items()]
         if len(found) > MANY:
@@ -189,7 +189,7 @@ class Watcher:
         return [visible(line) for line in ([*found, f"not read: {self.unread}"] if self.unread else found)]
 
     def _states(self) -> list[str]:
-        """One line per state: step, phase, location or collective; the ranks in it, and since when the first of them is still."""
+        """Return one line per state (step, phase, location or collective): its ranks, and how long the first has not moved."""
         ranks: dict[str, list[int]] = {}
         for rank, board in self.boards.items():
             state = self._line(rank, board).partition("  ")[2].partition("  still for")[0]
@@ -215,7 +215,7 @@ class Watcher:
         return text + (f"  still for {still:.0f} s" if still >= 2 and board.phase != "done" else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same for programs."""
+        """Return the state of the ranks, and the verdict, for programs."""
         ranks = [
             {
                 "rank": rank, "pid": int(b.numbers["pid"]), "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
@@ -240,7 +240,7 @@ def watch(
     command: VerdictCommand | None,
     metrics: Path | None,
 ) -> int:
-    """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when there is a verdict.
+    """Follow until every rank has ended, or Ctrl-C. Return 0 without a verdict at the end, 1 with one, 2 without a rank.
 
     ``command`` is run once per verdict; the textfile ``metrics`` is replaced every second.
     """
@@ -282,7 +282,7 @@ def watch(
 
 
 def _show(watchers: list[Watcher], as_json: bool, shown: int, more: list[str]) -> int:
-    """Print; on a terminal over what was printed before. Returns the lines that are there now."""
+    """Print the state; on a terminal over the ``shown`` lines printed before. Return how many lines can be overwritten."""
     if as_json:
         for watcher in watchers:
             print(json.dumps({**watcher.to_json(), "nccl": more}), flush=True)

@@ -1,6 +1,6 @@
-"""``pytest-nsa watch PID`` of a job that was started without us and leaves no evidence: what /proc and py-spy show, and no more.
+"""``pytest-nsa watch PID`` for a job that leaves no evidence: only what /proc and py-spy show.
 
-The looks are written as a folder of evidence in a temporary place, and the rules are asked as always, with less confidence.
+What is observed is written to a temporary folder of evidence, to which the rules are applied as usual, with less confidence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append_line, parse, read_text, write_atomically
 from pytest_nsa.wire.messages import Job
 
-BETWEEN_LOOKS_S = 2.0  # between two looks at a rank: one that is where it was, and did not compute, is stalled
+BETWEEN_LOOKS_S = 2.0  # between two looks at a rank: a rank at the same location that did not compute is stalled
 AGAIN_S = 5.0
 DUMP_S = 20.0
 LESS = 0.7  # of the confidence that the rules have with a board
@@ -36,7 +36,7 @@ _SAME_JOB = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the variables that a process of this user was started with; {} of another's, and of one that has gone."""
+    """Return the variables that a process of this user was started with; {} for another user's process, or one that has ended."""
     try:
         data = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -46,10 +46,10 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def ranks_of(pid: int) -> dict[int, int]:
-    """Return the process ids of the ranks on this machine of the job that a process belongs to, by rank; {} where it is no rank.
+    """Return, by rank, the process ids on this machine of the job that a process belongs to; {} if it is no rank.
 
-    What a rank has started (a data loader's workers) has its variables too: the rank is the one with a parent of no rank.
-    Children of ``mp.spawn`` have none: they are numbered in the order of their starts, which is that of their ranks.
+    A rank's children (a data loader's workers) inherit its variables: the rank is the process with a parent that lacks them.
+    Children of ``mp.spawn`` have no such variables: they are numbered in the order of their starts, which is that of the ranks.
     """
     mine = environment_of(pid)
     if not mine.get("RANK", "").isdecimal():
@@ -67,7 +67,7 @@ def ranks_of(pid: int) -> dict[int, int]:
 
 
 def _spawned(pid: int) -> dict[int, int]:
-    """Return the children of a process that multiprocessing's spawn has started, two or more, all of which have connections."""
+    """Return the children of a process that multiprocessing's spawn has started, if there are several and all have connections."""
     found = [child for child in children_of(pid) if "--multiprocessing-fork" in _command_of(child).split("\0")]
     are_ranks = len(found) > 1 and all(socket_queues(child).get("sockets") for child in found)
     return dict(enumerate(sorted(found, key=_began))) if are_ranks else {}
@@ -83,12 +83,12 @@ def _parent(path: Path) -> int:
 
 
 def _began(pid: int) -> tuple[int, int]:
-    """Return when a process began, in ticks since boot (0: it has gone), and its number."""
+    """Return when a process began, in ticks since boot (0: it has ended), and its pid."""
     return began(pid), pid
 
 
 def python_stacks(pid: int) -> tuple[str, str]:
-    """Return a process's stacks as faulthandler would write them, by py-spy, which pauses it for a moment; or '' and why not."""
+    """Return a process's stacks in faulthandler's form, by py-spy, which pauses it for a moment; and '' or the reason for none."""
     text, why_not = py_spy.dump(pid, "--json", limit_s=DUMP_S)
     if not text:
         more = "" if py_spy.program() else ": without it no stack is known (pip install py-spy)"
@@ -118,13 +118,13 @@ def as_dump(threads: list[Any]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a function's name as a traceback has it: py-spy 0.4 gives qualified ones (``Store.get.<locals>.wait``)."""
+    """Return a function's name as a traceback has it: py-spy 0.4 gives qualified names (``Store.get.<locals>.wait``)."""
     return name.rpartition(".")[2]
 
 
 @dataclass
 class Unaided:
-    """Looks at the ranks of a job again and again. ``pids`` by rank."""
+    """Looks repeatedly at the ranks of a job. ``pids``: by rank."""
 
     pids: Mapping[int, int]
     world_size: int
@@ -133,7 +133,7 @@ class Unaided:
     _still_since: dict[int, float] = field(default_factory=dict)
     _stacks: dict[int, str] = field(default_factory=dict)
     _shares: dict[int, float] = field(default_factory=dict)
-    _began: dict[int, tuple[int, int]] = field(init=False)  # when each process did: the kernel gives a number again
+    _began: dict[int, tuple[int, int]] = field(init=False)  # when each process began: the kernel reuses pids
 
     def __post_init__(self) -> None:
         self._began = {pid: _began(pid) for pid in self.pids.values()}
@@ -174,7 +174,7 @@ class Unaided:
         self.finding = self._diagnosed(facts, {rank: now for rank, (now, *_) in after.items()})
 
     def _diagnosed(self, facts: Mapping[int, dict[str, Any]], now: Mapping[int, ProcessState | None]) -> Finding | None:
-        """Return what the rules make of ranks that are where they were; None where all of them move."""
+        """Return the finding of the rules on ranks that did not move; None if all ranks move."""
         still = [rank for rank in facts if rank in self._still_since]
         if not still:
             return None
@@ -198,7 +198,7 @@ class Unaided:
         return found and replace(found, certain=False, confidence=round(LESS * found.confidence, 2))
 
     def _in_different_calls(self) -> Finding | None:
-        """Return that stalled ranks wait in different collectives, by their stacks; the fewest are taken to be elsewhere."""
+        """Find that stalled ranks wait in different collectives, by their stacks; those in the rarest call are the culprits."""
         calls: dict[str, list[int]] = {}
         for rank in self.pids:
             stack = self._main(rank)
@@ -218,7 +218,7 @@ class Unaided:
         )
 
     def lines(self) -> list[str]:
-        """One line per rank, the suspicion where there is one, and what this view lacks."""
+        """Return one line per rank, the suspicion, if any, and what this view lacks."""
         found = []
         for rank, pid in self.pids.items():
             where = self._where(rank)
@@ -239,20 +239,20 @@ class Unaided:
         return next((thread for thread in parse_dump(self._stacks.get(rank, "")) if thread.is_main), None)
 
     def _where(self, rank: int) -> str:
-        """Return the user's line that a rank's main thread is in; where there is none, the innermost."""
+        """Return the user's line that a rank's main thread is in; without one, the innermost line."""
         stack = self._main(rank)
         frame = stack and (stack.user_frame or next(iter(stack.frames), None))
         return frame.describe() if frame else ""
 
     @property
     def seen(self) -> tuple[object, ...]:
-        """What is worth a print: the suspicion, which ranks move, and where each is."""
+        """What is printed when it changes: the suspicion, the problems, which ranks move, and the location of each."""
         places = tuple((rank, rank in self._still_since, self._where(rank)) for rank in self.pids)
         return (self.finding and self.finding.key, self.problems, places)
 
 
 def watch_unaided(pid: int, *, once: bool) -> int:
-    """Follow a job that leaves no evidence; 0 when nothing seems wrong at the end, 1 when something does, 2 where it is no job."""
+    """Follow a job that leaves no evidence. Return 0 without a suspicion at the end, 1 with one, 2 if the process is no rank."""
     pids = ranks_of(pid)
     if not pids:
         return 2

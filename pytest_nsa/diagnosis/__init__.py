@@ -1,1 +1,1 @@
-"""Evidence to verdict (a rule a cause) and verdicts to decision. Pure: no file is read or written here."""
+"""Evidence to verdict (by rules) and verdicts to decision. Pure: no file of a test is read or written here."""

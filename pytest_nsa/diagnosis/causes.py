@@ -14,10 +14,10 @@ from typing import Literal
 class Cause:
     """A cause that a verdict may name.
 
-    ``outcome`` is the outcome of every verdict of this cause; '' where it follows from how the test ended. ``of_the_rank``: the
-    model has no part in it. ``unmet``: other ranks wait for a call that never comes, so that an abort among them is a consequence.
-    ``at_work``: the rank computes, so it is announced later. ``retry``: whether it helps to run the same again: never for what the
-    program does, once for what may pass, elsewhere for what may lie with the machine.
+    ``outcome`` is the outcome of every verdict of this cause; '' if it follows from how the test ended. ``of_the_rank``: the
+    model has no part in it. ``unmet``: other ranks wait for a call that is never made, so an abort among them is a consequence.
+    ``at_work``: the rank computes, so it is announced later. ``retry``: whether a second run may help: 'never' if the program
+    causes it, 'once' if it may not recur, 'elsewhere' if the machine may cause it.
     """
 
     name: str

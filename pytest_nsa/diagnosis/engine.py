@@ -119,7 +119,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 )
 
 
-# Modules of rules on waits, which may follow from an exception that a rank has raised and not yet left.
+# Modules of rules on waits, which may be the consequence of an exception that a rank still handles.
 _OF_STALLS = ("calls", "groups", "messages", "absence", "keys", "stalls")
 
 

@@ -65,8 +65,8 @@ class Finding:
 class Verdict:
     """The verdict on a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds.
 
-    ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what the plan takes a
-    failure of the scenario for; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit;
+    ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what a failure of the
+    scenario means by the plan; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit;
     ``called_from`` is the user's line that called the function of ``where``; ``terms`` are the facts that an explanation rests on,
     with how much each counts; ``figures`` are what runs are compared by (`pytest_nsa.evidence.figures`).
     """

@@ -119,7 +119,7 @@ def _functions_of_side_threads(rank: RankEvidence) -> set[tuple[str, ...]]:
     return {(f.file, f.function) for f in frames} | {parts_of(place)[::2] for place in places}
 
 
-def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
+def exhausted_loaders(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
     """Return that the culprits' data loaders were exhausted, and gave fewer batches than another rank has received; else ''."""
     numbers = {r.rank: r.board.numbers for r in evidence.ranks if r.board is not None}
     ended, batches = ({r: n.get(name, 0.0) for r, n in numbers.items()} for name in ("loaders_ended", "batches"))

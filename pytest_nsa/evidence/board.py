@@ -1,4 +1,4 @@
-"""Reads a rank's board, the mapped file that describes itself; works on the file of a dead rank and of another version."""
+"""Read a rank's board, a mapped file that describes its own layout; also the board of a dead rank or of another version."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 from pytest_nsa.wire.files import open_to_read, parse, read_bytes
 
 HEADER = 4096
-AFTER_LIMIT_S = 2.0  # for a call to end after its own limit (`BoardSnapshot.limit_time`)
+AFTER_LIMIT_S = 2.0  # for a call to end after its time limit (`BoardSnapshot.limit_time`)
 LARGEST = 16 << 20  # bytes of a board
 MOST = 1 << 16  # collectives that a board may hold
-# What decoding a damaged file raises.
+# The exceptions that decoding a damaged file raises.
 _DAMAGED = (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError)
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
-ANY = -2  # the peer of a receive that takes from anybody
-CUT = "…"  # ends a note that was longer than its place on the board
+ANY = -2  # the peer of a receive from any rank
+CUT = "…"  # ends a note that was too long for its field on the board
 NEW_GROUP = "new_group"  # the operation of making a group
-OTHER_WORLD = "@"  # in the label of a group that not all ranks of the job number alike
+OTHER_WORLD = "@"  # in the label of a group of another world, in which ranks have other numbers than in the job
 DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", NEW_GROUP)
 _BY_SEVERAL_METHODS = ("allreduce", "allgather", "reducescatter")
-# One rank gives or gets all, or each as much as it likes.
+# One rank sends or receives all data, or ranks may send different amounts.
 UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 
 
@@ -37,9 +37,9 @@ class Collective:
     """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch.
 
     ``dropped`` is when the program dropped the Work of a send or receive without a wait, 0 where it did not.
-    ``peer`` is -1 except for sends and receives, ``root`` except for what one rank gives or gets; ``size`` is the number of
+    ``peer`` is -1 except for sends and receives, ``root`` is -1 except for operations with a root; ``size`` is the number of
     ranks in the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2:
-    0,1'), a tag ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` the user's lines that led to ``site``,
+    0,1'), a tag ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` has the user's lines that led to ``site``,
     innermost first ('train.py:30 in step < main.py:12 in main').
     """
 
@@ -69,39 +69,39 @@ class Collective:
 
     @property
     def is_inside(self) -> bool:
-        """Entered and not left, and followed: what becomes of a call whose Work was dropped is not known."""
+        """Whether it was entered and not left. False if its Work was dropped: whether such a call has completed is unknown."""
         return self.left == 0 and not self.dropped
 
     @property
     def is_send(self) -> bool:
-        """It sends to one rank."""
+        """Whether it sends to one rank."""
         return self.op.startswith("send")
 
     @property
     def is_receive(self) -> bool:
-        """It receives, from one rank or from any."""
+        """Whether it receives, from one rank or from any."""
         return self.op.startswith("recv")
 
     @property
     def was_refused(self) -> bool:
-        """It raised before it began: the rank has not taken part in it."""
+        """Whether it raised before it began, so that the rank has not taken part in it."""
         return self.left < 0
 
     @property
     def shape(self) -> Shape:
-        """What must be equal on all ranks of the group: not the payload, where ranks may rightly give different ones."""
+        """What must be equal on all ranks of the group; without the payload, for operations in which it may differ."""
         if self.op.startswith(UNEVEN):
             return (self.group, self.op, "", 0, self.root, "")
         return (self.group, _paired_as(self.op), self.dtype, self.count, self.root, self.reduction)
 
     @property
     def process_group(self) -> str:
-        """The name of its group, of a call that DDP makes by itself as well: the board counts these separately, as 'ddp:NAME'."""
+        """The name of its group. The board counts the calls that DDP makes by itself separately, as group 'ddp:NAME'."""
         return self.group.removeprefix("ddp:")
 
     @property
     def place(self) -> tuple[str, int]:
-        """Group and sequence number: the same collective on every rank."""
+        """Group and sequence number, which identify a collective on all ranks."""
         return (self.group, self.sequence)
 
     def describe(self) -> str:
@@ -124,7 +124,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class BoardSnapshot:
-    """A board as it was when it was read. Its ring of collectives is decoded on first use."""
+    """A copy of a board. Its ring of collectives is decoded on first use."""
 
     numbers: dict[str, float]
     phase: str
@@ -140,7 +140,7 @@ class BoardSnapshot:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """The last collectives, oldest first, without those that were refused, and those in groups that were destroyed."""
+        """The last collectives, oldest first, without those that were refused and those in groups that were destroyed."""
         first = self.numbers.get("calls_from", 0)
         try:
             return tuple(c for c in self.decode_ring() if not c.was_refused and (c.index >= first or c.op == NEW_GROUP))
@@ -149,7 +149,7 @@ class BoardSnapshot:
 
     @property
     def signature(self) -> tuple[float, ...]:
-        """What moves when the rank makes progress."""
+        """The numbers that change when the rank makes progress."""
         n = self.numbers
         return tuple(n.get(name, 0) for name in _MOVES)
 
@@ -161,7 +161,7 @@ class BoardSnapshot:
 
     @property
     def limit_time(self) -> float:
-        """When the call that blocks the main thread ends by itself, in seconds since the epoch; 0.0 where nothing ends it."""
+        """When the call that blocks the main thread ends by its time limit, in seconds since the epoch; 0.0 without a limit."""
         return self.numbers.get("limit_time", 0.0)
 
     @property
@@ -188,7 +188,7 @@ def world_of(group: str) -> str:
 
 
 class BoardReader:
-    """Reads one board file again and again; None until the rank has made it."""
+    """Reads one board file repeatedly."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,7 +196,7 @@ class BoardReader:
         self._used = 1  # entries of the ring
 
     def read(self) -> BoardSnapshot | None:
-        """Return the board now. None while there is none, or while its header is being written."""
+        """Return the board's present state; None if there is no board, or its header is being written."""
         try:
             fd, size = open_to_read(self.path)
         except OSError:
@@ -211,8 +211,8 @@ class BoardReader:
             os.close(fd)
 
     def _used_part(self, fd: int, size: int) -> tuple[bytes, dict[str, float]] | None:
-        """Return the file without what no collective has used of the ring, nine tenths of it in a short test, and the
-        numbers; None for what is no board.
+        """Return the file up to the last used entry of the ring (a tenth of it in a short test), and its numbers; None if it
+        is no board.
         """
         if self._layout is None:
             self._layout = _layout_of(os.pread(fd, HEADER, 0))
@@ -220,7 +220,7 @@ class BoardReader:
             return None
         ring = self._layout.ring
         if size < ring["offset"] + ring["size"] * ring["stride"] or not 0 < ring["size"] <= MOST:
-            return None  # cut short, by a full disk or a copy that broke off; or no board of ours
+            return None  # cut short, by a full disk or an incomplete copy; or no board
         while True:  # until the ring has no more entries than were read
             end = max(self._layout.end, ring["offset"] + self._used * ring["stride"])
             data = os.pread(fd, min(end, LARGEST), 0)
@@ -237,7 +237,7 @@ def learn(header: bytes) -> None:
 
 
 def read_numbers(path: Path) -> dict[str, float]:
-    """Return the number fields of a board, without the rest of it; {} where there is none."""
+    """Return only the number fields of a board; {} if there is no board."""
     try:
         data = read_bytes(path, 2 * HEADER)
         layout = _layout_of(data[:HEADER])
@@ -247,7 +247,7 @@ def read_numbers(path: Path) -> dict[str, float]:
 
 
 class _Layout:
-    """The fields of a board, by its header. Raises one of `_DAMAGED` for what no board has."""
+    """The fields of a board, by its header. Raises one of `_DAMAGED` for a header that is no board's."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields, self.ring = fields, fields["ring"]
@@ -256,7 +256,7 @@ class _Layout:
             offset + size for offset, size in [*fields["texts"].values(), fields["arrived"], (path[0], 2 * path[1])]
         ]
         places = sorted((offset, code, name) for name, (offset, code) in fields["numbers"].items())
-        self.end = max([*ends, *(offset + 8 for offset, _, _ in places)])  # of all that is not in the ring
+        self.end = max([*ends, *(offset + 8 for offset, _, _ in places)])  # of all fields outside the ring
         self._names, self._first, form, at = [name for _, _, name in places], places[0][0], "<", places[0][0]
         for offset, code, _ in places:
             form += "x" * (offset - at) + code
@@ -318,7 +318,7 @@ def _ring(ring: Mapping[str, Any], data: bytes, entered: int, phases: list[str])
             )
         )
         if values.pop("commit") != index + 1:
-            continue  # torn: being written as we read
+            continue  # incomplete: it is being written
         texts = {k: _text(v) for k, v in values.items() if isinstance(v, bytes)}
         found.append(Collective(index=index, **{**values, **texts, "phase": phases[values["phase"]]}))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""A test's figures, which runs are compared by: time of a step, memory, loss. They are kept with its verdict."""
+"""A test's figures, by which runs are compared: time per step, memory, loss. They are kept with its verdict."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pytest_nsa.evidence.shapes import is_number
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.wire.files import read_lines
 
-METRICS = "metrics.jsonl"  # of a training that lies in the test's folder
+METRICS = "metrics.jsonl"  # of a training in the test's folder
 MOST = 40  # figures of a test
 
 
 def figures_of(evidence: Evidence) -> dict[str, float]:
-    """Return what is known of: ``steps``, ``step_ms`` (median over steps of the slowest rank; ``step_ms_low`` and ``step_ms_high``
-    are its quartiles), ``peak_mib``, ``added_mib`` (what a rank took beyond what it began with) and ``peak_gpu_mib`` (of the rank
-    that took most), ``loss`` (the last), ``tokens_per_s`` (their median), ``ready_orders`` (in how many orders the gradients of
-    a step came to be ready on the ranks, where their trace was requested), and numbers that the test recorded (record_property), as
-    ``property.NAME``.
+    """Return those of these figures that are known:
+
+    - ``steps``, ``step_ms`` (the median over the steps, of the slowest rank), its quartiles ``step_ms_low`` and ``step_ms_high``;
+    - ``peak_mib``, ``added_mib`` (beyond what a rank had at its start), ``peak_gpu_mib``: the largest of any rank;
+    - ``loss`` (the last), ``tokens_per_s`` (the median);
+    - ``ready_orders``: in how many orders the gradients of a step became ready on the ranks, if that trace was requested;
+    - ``property.NAME``: numbers that the test recorded with `record_property`.
     """
     found: dict[str, float] = {}
     steps = step_times(evidence)
@@ -47,14 +49,14 @@ def figures_of(evidence: Evidence) -> dict[str, float]:
 
 
 def ready_orders(evidence: Evidence) -> int:
-    """Return in how many orders gradients came to be ready on the ranks, of the step with the most; 0 where it is not known."""
+    """Return in how many orders gradients became ready on the ranks, in the step with the most orders; 0 if unknown."""
     orders = [rank.ready_orders for rank in evidence.ranks]
     steps = set.intersection(*map(set, orders)) if len(orders) > 1 else set()
     return max((len({order[step] for order in orders}) for step in steps), default=0)
 
 
 def step_times(evidence: Evidence) -> list[float]:
-    """Return seconds of each step that all ranks finished, of its slowest rank; not of the first, which builds and compiles."""
+    """Return the seconds of each step that all ranks finished, on its slowest rank; not of the first, which builds and compiles."""
     by_step: dict[int, list[float]] = {}
     for rank in evidence.ranks:
         starts: dict[int, float] = {}

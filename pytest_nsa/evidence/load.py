@@ -1,4 +1,4 @@
-"""A test's folder as values. Reads what is there, tolerates what is torn or missing, and holds no opinion."""
+"""Read a test's folder as values. Damaged and missing parts are tolerated; nothing is interpreted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
-from pytest_nsa.evidence.first_gone import with_the_first_gone
+from pytest_nsa.evidence.first_gone import mark_first_gone
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
@@ -32,15 +32,15 @@ from pytest_nsa.evidence.values import (
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
-LATEST = 16  # calls of a rank whose callers' sources are kept
+LATEST = 16  # calls of a rank for which the sources of the callers are kept
 JOB, DUMP = 4 << 20, 8 << 20  # bytes that are read of job.json, and of a dump of stacks
 
 
 def load(folder: Path, *others: Path) -> Evidence:
-    """Read a test's or a training's folder; ``others`` are those of further nodes of the same run, with their ranks.
+    """Read a test's or a training's folder; ``others`` are the folders of further nodes of the same run, with their ranks.
 
-    What is damaged in it is passed over, and named in `Evidence.unread`. Raises FileNotFoundError when ``folder`` holds no
-    job.json, ValueError when that cannot be read.
+    Damaged parts are skipped, and listed in `Evidence.unread`. Raises FileNotFoundError if ``folder`` has no job.json,
+    ValueError if that cannot be read.
     """
     try:
         job = Job.from_stranger(json.loads(read_bytes(folder / "job.json", JOB)))
@@ -69,7 +69,7 @@ def load(folder: Path, *others: Path) -> Evidence:
             _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
             for r in range(job.world_size)
         )
-    ranks = ranks if host else with_the_first_gone(ranks)  # no process watches a training
+    ranks = ranks if host else mark_first_gone(ranks)  # no process watches a training
     has_ended = bool(ended) if host else all(r.finished for r in ranks)
     return Evidence(
         job=job,
@@ -98,7 +98,7 @@ def load(folder: Path, *others: Path) -> Evidence:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from looking through what is read again and again: of thousands of ranks all of it stays."""
+    """Pause the garbage collector while evidence is read: with thousands of ranks it would scan all of it repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -120,7 +120,7 @@ def _in_short(error: Exception) -> str:
 def _load_rank(
     folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, job: Job, unread: list[str]
 ) -> RankEvidence:
-    """Read what a rank left. What a stranger may have written, and no check foresaw, costs this rank's own evidence alone."""
+    """Read a rank's evidence. Malformed data that no check covers makes only this rank's evidence unread."""
     try:
         if folder.is_symlink():
             raise ValueError("a link, which may lead out of the folder")
@@ -138,7 +138,7 @@ def _read_rank(
     unread += [f"{folder.name}/{what}" for what in odd]
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
-    # The signal that requests a stack may wake the very call that hung: what the rank did from then on is not evidence.
+    # The signal that requests a stack may wake the very call that hung: what the rank did after it is no evidence.
     woken = sampled.get("time", float("inf"))
     events = [
         e
@@ -150,7 +150,7 @@ def _read_rank(
     stall: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "stall"), {})
     stop = next((e for e in host if e["event"] == "stop"), stall)
     raised = _exceptions(events, job.body)
-    # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
+    # What the rank wrote of itself while it was stalled, unless it has moved since.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stalled_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
     if board is not None and raised and not board.numbers.get("blocked_in"):
@@ -246,7 +246,7 @@ def _loop(loop: Mapping[str, Any] | None) -> EventLoop | None:
 
 
 def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedException, ...]:
-    """Return what a rank raised; ``body`` is the test's own file."""
+    """Return the exceptions that a rank raised; ``body`` is the test's file."""
     return tuple(
         RaisedException(
             **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
@@ -277,7 +277,7 @@ def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ..
 
 
 def with_the_job_s_numbers(ranks: tuple[RankEvidence, ...]) -> tuple[RankEvidence, ...]:
-    """Return the ranks with peers and roots of their calls in other worlds as the job numbers them, where that is known."""
+    """Return the ranks, with peers and roots of calls in other worlds translated to the job's numbers where these are known."""
     of_world: dict[str, dict[int, int]] = {}
     for rank in ranks:
         for world, number in rank.numbers.items():
@@ -299,7 +299,7 @@ def members_of(ranks: str | list[int], world_size: int) -> tuple[int, ...]:
 
 
 def _gpu_of(machine: str, gpus: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return what is known of the GPU that a rank's machine names ('node5, GPU 2')."""
+    """Return the driver's report of the GPU that a rank's machine names ('node5, GPU 2')."""
     _, named, number = machine.partition(", GPU ")
     return next((gpu for gpu in gpus if named and str(gpu.get("index")) == number), {})
 
@@ -319,8 +319,8 @@ def _as_now(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
-    """Return what the rank's heartbeat wrote of its stall; {} when that was an earlier one. ``until`` 0: nothing was observed
-    later.
+    """Return what the rank's heartbeat wrote of its stall; {} if it wrote that of an earlier stall. ``until``: when the ranks
+    were stopped; 0 without a stop.
     """
     # Until verdict schema 2 it was standing.json.
     own = parse(_text(folder / "stall.json") or _text(folder / "standing.json"))
@@ -330,9 +330,7 @@ def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
 
 
 def _reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Mapping[str, Any]]:
-    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] where it reported
-    none.
-    """
+    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] without any."""
     found = counters.get(name) if isinstance(counters, dict) else None
     return found if isinstance(found, list) and all(map(check, found)) else []
 
@@ -342,7 +340,7 @@ def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[st
 
 
 def _threads(dump: str, own: str, body: str) -> tuple[ThreadStack, ...]:
-    """Return the threads of the requested dump; of the rank's own where that lacks the main thread, as a kill has cut it off."""
+    """Return the threads of the requested dump; those that the rank wrote itself if a kill has cut the dump off."""
     found = parse_dump(dump, body)
     if any(stack.is_main and not stack.is_ours for stack in found):
         return found
@@ -354,20 +352,20 @@ def _text(path: Path) -> str:
 
 
 def with_sources(evidence: Evidence, *, below: Path | None = None, keep: bool = True) -> Evidence:
-    """Return evidence with the sources that it names, and ``keep`` them in its folder, while they are as the ranks ran them.
+    """Return evidence with the sources that it names; with ``keep``, write them into its folder before they change.
 
-    ``below``: the folder that they must lie in; None where the evidence is this user's, who may name any.
+    ``below``: the folder that they must be in; None if the evidence is this user's.
     """
     found = record_sources(evidence.folder, _locations(evidence), evidence.sources, below=below, keep=keep)
     return replace(evidence, sources=found, ranks=tuple(replace(rank, sources=found) for rank in evidence.ranks))
 
 
 def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
-    """Yield where the user's code was: in stacks, exceptions and calls of collectives, and what led to the latest of these.
+    """Yield the locations in the user's code: of stacks, exceptions and calls of collectives, and the callers of the latest.
 
-    Then the functions of packages that it has called: a trainer's loop, in which one rank may be in a callback.
+    Then those in packages on the ranks' stacks, such as a trainer's loop, in which one rank may be in a callback.
     """
-    files: dict[str, str] = {}  # of a caller the name of its file alone is known
+    files: dict[str, str] = {}  # of a caller, only the file's name is known
     callers: set[str] = set()
     for rank in evidence.ranks:
         children = (stack for stacks in rank.children_threads for stack in stacks)
@@ -394,7 +392,7 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
 
 
 def find_test_folders(folder: Path) -> list[Path]:
-    """Return ``folder`` itself when it is a test's, else the tests' folders in it; none that is a link, which may lead anywhere."""
+    """Return ``folder`` itself if it is a test's, else the tests' folders in it; without links, which may lead anywhere."""
     if (folder / "job.json").is_file():
         return [folder]
     return sorted(p.parent for p in folder.glob("*/job.json") if p.is_file() and not p.parent.is_symlink())

@@ -1,4 +1,4 @@
-"""Parses py-spy's dump of native frames."""
+"""Parse py-spy's dump of native frames."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FRAME = re.compile(r"^\s+(?P<symbol>\S.*?) \((?P<place>[^()]*)\)$")
 
 
 def innermost_symbol(text: str) -> str:
-    """'symbol in library' of the main thread's innermost native frame; '' where there is none."""
+    """Return 'symbol in library' of the main thread's innermost frame; '' if that is no native frame."""
     in_main = False
     for line in text.splitlines():
         if line.startswith("Thread "):

@@ -1,7 +1,7 @@
-"""What the lines of evidence must hold to be read: a folder may come from a stranger, from another version, or from a full disk.
+"""Which fields the lines of evidence must have: a folder may come from a stranger, from another version, or from a full disk.
 
-A line that has not what its kind must have is passed over, as a torn one is; kinds and fields that are not known here are left
-alone, so that an older reader reads a newer folder.
+A line that lacks a field of its kind is skipped, as an incomplete one is. Unknown kinds and fields are accepted, so that an older
+reader reads a newer folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST = 1e18
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Finite, and no larger than what a clock or a counter gives."""
+    """Return whether a value is a finite number below `LARGEST`, more than any clock or counter gives."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -27,27 +27,27 @@ def _int(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """A whole number from 0 on."""
+    """Return whether a value is a whole number from 0 on."""
     return _int(value) and value >= 0
 
 
 def is_schema(value: Any) -> bool:
-    """The number of the files' schema, of this version."""
+    """Return whether a value is the schema number of this version's files."""
     return _int(value) and value == SCHEMA
 
 
 def is_text(value: Any) -> bool:
-    """A string."""
+    """Return whether a value is a string."""
     return isinstance(value, str)
 
 
 def is_flag(value: Any) -> bool:
-    """True or False."""
+    """Return whether a value is True or False."""
     return isinstance(value, bool)
 
 
 def is_map(value: Any) -> bool:
-    """An object."""
+    """Return whether a value is a JSON object."""
     return isinstance(value, dict)
 
 
@@ -72,7 +72,7 @@ def _is_error(value: Any) -> bool:
 
 
 def _key_uses(value: Any) -> bool:
-    """Rows of a key, a line, and how many keys; versions before 0.2 left no number."""
+    """Return whether a value has rows of a key, a line and, except in versions before 0.2, a number of keys."""
     return isinstance(value, list) and all(
         isinstance(row, list) and len(row) in (2, 3) and all(map(is_text, row[:2])) and all(map(_int, row[2:]))
         for row in value
@@ -80,19 +80,19 @@ def _key_uses(value: Any) -> bool:
 
 
 def _places(value: Any) -> bool:
-    """A stack: of each frame its file, line and function."""
+    """Return whether a value is a stack: file, line and function of each frame."""
     return isinstance(value, list) and all(
         isinstance(f, list) and len(f) == 3 and is_text(f[0]) and _int(f[1]) and is_text(f[2]) for f in value
     )
 
 
 def is_counted(value: Any) -> bool:
-    """A frame, the counters of its loops, and where the generators are that it has."""
+    """Return whether a value is a frame with the counters of its loops and the locations of its generators."""
     return is_map(value) and has(value, {"at": is_text, "counters": is_map, "streams?": _list_of(is_text)})
 
 
 def is_looked_for(value: Any) -> bool:
-    """A file that a loop looks for: where it is there, since when, and whether a process has it open."""
+    """Return whether a value is a file that a loop looks for; if it exists, since when, and whether a process has it open."""
     return is_map(value) and has(value, {"path": is_text, "unchanged_s?": is_number, "is_open?": is_flag})
 
 
@@ -102,7 +102,7 @@ _STALL: dict[str, Check] = {
     "by?": is_text,
     "beat_age_s?": _numbers_by_name,
 }  # fmt: skip
-# By the kind of an event: its fields, those with a question mark where they are there at all.
+# The fields of each kind of event; those with a question mark are optional.
 EVENTS: dict[str, dict[str, Check]] = {
     "refused": {"reason": is_text},
     "ended": {"duration_s": is_number},
@@ -155,7 +155,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "key_awaited": {"key": is_text, "where": is_text, "number": _int},
     "group": {"name": is_text, "ranks": _ranks, "number?": _int},
 }  # fmt: skip
-# What a stalled rank wrote of itself; the two that are empty where there is nothing to report.
+# What a stalled rank wrote of itself; `handles` and `asyncio` may be empty.
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
     "keys?": _key_uses, "keys_awaited?": _key_uses, "lines?": _list_of(is_text),
@@ -171,7 +171,7 @@ BEAT: dict[str, Check] = {
 
 
 def has(record: Mapping[str, Any], shape: Mapping[str, Check]) -> bool:
-    """Return whether a record has the fields of a shape, and optional ones of the right kind where it has them."""
+    """Return whether a record has the required fields of a shape, and all fields that it has are of the right kind."""
     for name, check in shape.items():
         wanted = name.removesuffix("?")
         if wanted not in record:
@@ -183,9 +183,9 @@ def has(record: Mapping[str, Any], shape: Mapping[str, Check]) -> bool:
 
 
 def read_events(path: Path, world_size: int, unread: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file: each with its kind, the time, and, where it speaks of one, a rank that there is.
+    """Yield the events of a file that have the fields of their kind, a time and, if any, the number of an existing rank.
 
-    ``unread`` is given a sentence per kind that was passed over.
+    Adds a text to ``unread`` per kind of which lines were skipped.
     """
     odd: dict[str, int] = {}
     for record in read_lines(path):

@@ -1,4 +1,4 @@
-"""What a test's ranks compared with snapshots of syrupy's. The host keeps their files."""
+"""The comparisons of a test's ranks with syrupy snapshots, as they are recorded. The host keeps syrupy's files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SHAPE = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """A comparison with a snapshot, on one rank. ``location`` is its file, ``index`` its number or name in the test, ``extension``
-    the class that writes it, 'module:name', ``where`` the line of the comparison. ``value`` is what is to be written; None if it
-    ``matched``, or the comparison failed.
+    the class that writes it ('module:name'), ``where`` the line of the comparison. ``value`` is what is to be written; None if
+    the snapshot ``matched``, or the comparison failed.
     """
 
     name: str
@@ -63,8 +63,8 @@ def read_snapshots(path: Path) -> Iterator[Snapshot]:
 
 
 def by_snapshot(snapshots: Mapping[int, Iterable[Snapshot]]) -> dict[tuple[str, str], dict[int, Snapshot]]:
-    """Return the last comparison of each rank by file and name, from those of each rank. What matches a value that the rank itself
-    has just given is that value.
+    """Return the last comparison of each rank, by file and name of the snapshot. A comparison that matches a value which the same
+    rank has given before does not replace that value.
     """
     found: dict[tuple[str, str], dict[int, Snapshot]] = {}
     for rank, theirs in snapshots.items():

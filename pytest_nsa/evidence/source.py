@@ -26,7 +26,7 @@ LOCATION = re.compile(r"^(?P<file>.*):(?P<line>\d+) in ")
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """The lines of a function, or of another outermost statement, of a file; ``first`` is the number of its first line."""
+    """The lines of an outermost function or statement of a file; ``first`` is the number of its first line."""
 
     file: str
     first: int
@@ -38,7 +38,7 @@ class Snippet:
         return self.first + self.text.count("\n")
 
     def statements(self) -> list[ast.stmt]:
-        """Parsed, with the file's line numbers; [] where this version of Python cannot parse it."""
+        """Return the parsed statements, with the file's line numbers; [] if this version of Python cannot parse them."""
         is_indented = self.text[:1].isspace()
         text = f"if True:\n{self.text}" if is_indented else self.text
         try:
@@ -58,7 +58,7 @@ class Sources:
     _around: dict[str, tuple[ast.stmt, ...]] = field(default_factory=dict)  # many ranks are at one location
 
     def _snippet(self, file: str, line: int) -> Snippet | None:
-        """Return the snippet of a line. Of a caller the file's name alone is known: None where two have it."""
+        """Return the snippet of a line; None if unknown. A caller has only the file's name: None if two files have it."""
         at = [s for s in self.snippets if s.first <= line <= s.last and (s.file == file or file_name(s.file) == file)]
         return at[0] if len({s.file for s in at}) == 1 else None
 
@@ -68,7 +68,7 @@ class Sources:
         return snippet.text.split("\n")[line - snippet.first].strip() if snippet is not None else ""
 
     def with_path(self, location: str) -> str:
-        """Return ``file:line in function`` with the file's path, where the location has its name alone and one file has it."""
+        """Return ``file:line in function`` with the file's path, if the location has only its name and one file has this name."""
         match = LOCATION.match(location)
         snippet = self._snippet(match["file"], int(match["line"])) if match else None
         return location if match is None or snippet is None else snippet.file + location[len(match["file"]) :]
@@ -93,7 +93,7 @@ class Sources:
 
 
 def has_line(node: ast.stmt, line: int) -> bool:
-    """Return whether a line is one of a statement's."""
+    """Return whether a statement includes a line."""
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
@@ -110,8 +110,8 @@ def read_sources(folder: Path) -> Sources:
 def record_sources(
     folder: Path, locations: Iterable[tuple[str, int]], known: Sources, *, below: Path | None = None, keep: bool = True
 ) -> Sources:
-    """Read the functions around ``locations`` (file, line) that ``known`` lacks, of files ``below`` a folder (None: of any), and
-    ``keep`` them in ``folder``. Return all of them.
+    """Read the functions around ``locations`` (file, line) that ``known`` lacks, from files ``below`` a folder (None: from any).
+    With ``keep``, write them to ``folder``. Return all known functions.
     """
     trees: dict[str, tuple[ast.Module, list[str]] | None] = {}
     found = Sources([*known.snippets])
@@ -136,13 +136,13 @@ def record_sources(
 def _is_below(file: str, folder: Path) -> bool:
     try:
         return Path(file).resolve().is_relative_to(folder)
-    except (OSError, ValueError):  # a name with a zero in it, a circle of links
+    except (OSError, ValueError):  # a name with a NUL byte, a cycle of links
         return False
 
 
 def _read(file: str) -> tuple[ast.Module, list[str]] | None:
     try:
-        # Named by evidence, which may be a stranger's: nothing but a program's source is read, and kept in the folder.
+        # Evidence of unknown origin names the file: only Python sources are read and kept in the folder.
         if not file.endswith(".py"):
             return None
         text = read_bytes(Path(file), SOURCE, follow=True).decode()
@@ -152,7 +152,7 @@ def _read(file: str) -> tuple[ast.Module, list[str]] | None:
 
 
 def _cut(file: str, line: int, tree: ast.Module, lines: list[str]) -> Snippet | None:
-    """Return the outermost statement that has a line; in a class, the outermost of those in it."""
+    """Return the outermost statement that includes a line; for a class, the outermost one in it."""
     statement = next(_enclosing(tree.body, line), None)
     if statement is None:
         return None
@@ -171,5 +171,5 @@ def _enclosing(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
 
 
 def file_name(file: str) -> str:
-    """Return the last part of a file's path, or of a location: the lines that led to a call have no more."""
+    """Return the last part of a file's path, or of a location's: all that the lines that led to a call have."""
     return file.rpartition("/")[2]

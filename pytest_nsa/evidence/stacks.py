@@ -1,4 +1,4 @@
-"""Parses what faulthandler writes, and finds the thread and the line that matter."""
+"""Parse faulthandler's dumps, and find the thread and the line that show what a rank does."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from pathlib import Path
 
 CHILD_MARK = "# process "
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):")
-_ALONE = (
-    "Stack (most recent call first):"  # of the thread that got the signal, as a rule the main one, where there are many
-)
+_ALONE = "Stack (most recent call first):"  # a dump of one thread, that which got the signal: in general the main one
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
-# Not just the package's name: a checkout may lie in a folder that is called so.
+# Not only the package's name: a checkout may be in a folder of this name.
 _PARTS = (p for p in Path(__file__).parents[1].iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file())
 _HEARTBEAT = ("/nsa/trace/stall/heartbeat.py", "/nsa/trace/heartbeat.py")  # the second in folders of 0.1
 _OURS = ("/nsa/trace/", *(f"/pytest_nsa/{p.name}{'' if p.suffix else '/'}" for p in _PARTS))
-# What torch's compiler has written, in whatever folder it keeps that.
+# Files that torch's compiler has written, in whatever folder.
 _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
 _RUN = ("/pytest_nsa/rank/process.py", "_run")  # runs a rank's test
 _JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "__exit__")
@@ -28,7 +26,7 @@ _JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/fut
 _POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multiprocessing/connection.py")
 _OF_PROCESSES = ("/subprocess.py", "/multiprocessing/connection.py", "/multiprocessing/process.py")
 _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
-# For a folder from another machine, where Python lay elsewhere.
+# For evidence from another machine, where Python was installed elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
 _PACKAGE = re.compile(r"/(site|dist)-packages/(?!torch/|_?pytest/|pluggy/|xdist/)")
 # The commands of installed packages, such as pytest's, too.
@@ -37,7 +35,7 @@ _LIBRARIES = tuple({p + os.sep for k in ("stdlib", "purelib", "platlib", "script
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a Python stack. ``is_own``: of the test's own file, wherever that lies."""
+    """One frame of a Python stack. ``is_own``: it is in the test's file, wherever that is."""
 
     file: str
     line: int
@@ -50,21 +48,21 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Of the plugin, or of its tracers' wrappers: no evidence."""
+        """Whether it belongs to the plugin or its tracers, and therefore is no evidence."""
         return _is_ours(self.file)
 
     @property
     def is_user(self) -> bool:
-        """Neither Python's own, nor an installed package, nor a compiler's output, nor this plugin's machinery."""
+        """Whether it is user code: not Python's library, an installed package, a compiler's output or this plugin."""
         return self.is_own or _is_user_s(self.file)
 
     @property
     def is_package_s(self) -> bool:
-        """Of an installed package that calls collectives for the user, as a trainer does: not torch itself."""
+        """Whether it belongs to an installed package that may call collectives for the user, as a trainer does; not to torch."""
         return not self.is_user and not self.is_ours and _PACKAGE.search(self.file) is not None
 
 
-# Asked a hundred times for each of thousands of ranks, whose stacks lie in the same few files.
+# Called a hundred times per rank, for thousands of ranks with stacks in the same few files.
 @functools.lru_cache(maxsize=4096)
 def _is_ours(file: str) -> bool:
     return any(part in file for part in _OURS)
@@ -85,7 +83,7 @@ class ThreadStack:
 
     @property
     def user_frame(self) -> Frame | None:
-        """The innermost frame of the user's code; not one that has started the rank."""
+        """The innermost frame of the user's code, below the frame that runs the rank's test."""
         for frame in self.frames:
             if frame.is_user:
                 return frame
@@ -95,13 +93,13 @@ class ThreadStack:
 
     @property
     def test_frames(self) -> tuple[Frame, ...]:
-        """Innermost to the outermost of the user's frames: what lies below called the test, and is not evidence."""
+        """The frames from the innermost to the outermost user frame: those outside of it called the test, and are no evidence."""
         last = max((i for i, frame in enumerate(self.frames) if frame.is_user), default=len(self.frames) - 1)
         return self.frames[: last + 1]
 
     @property
     def is_in_hook(self) -> bool:
-        """Whether autograd called the user's code, not as the backward of a Function, nor to recompute: in a gradient hook."""
+        """Whether the user's code runs in a gradient hook: autograd called it, but not as a Function's backward or to recompute."""
         is_in_user_code = False
         for frame in self.frames:
             if frame.file.endswith(("torch/autograd/function.py", "torch/utils/checkpoint.py")):
@@ -113,7 +111,7 @@ class ThreadStack:
 
     @property
     def waits_for_a_thread(self) -> bool:
-        """Whether it joins a thread, or waits for a future's result: not whether it waits for a lock, or for an event."""
+        """Whether it joins a thread, or waits for a future's result. Locks and events do not count."""
         return any(f.function in _JOINS and f.file.endswith(_JOIN_FILES) for f in self._library_frames)
 
     @property
@@ -128,7 +126,7 @@ class ThreadStack:
 
     @property
     def is_a_timer(self) -> bool:
-        """Whether it waits for its time, as threading.Timer does: nothing but that module's own code runs."""
+        """Whether it is a threading.Timer that waits for its time: it runs only that module's code."""
         return all(f.file.endswith("/threading.py") for f in self.frames) and any(
             f.function == "run" for f in self.frames
         )
@@ -151,12 +149,12 @@ class ThreadStack:
 
     @property
     def _library_frames(self) -> tuple[Frame, ...]:
-        """What the user's innermost line has called."""
+        """The frames that the user's innermost line has called."""
         return tuple(itertools.takewhile(lambda f: not f.is_user, self.frames)) or self.frames[:1]
 
     @property
     def is_ours(self) -> bool:
-        """The heartbeat or another thread of the tracers."""
+        """Whether it is the heartbeat or another thread of the tracers."""
         return any(f.file.endswith(_HEARTBEAT) for f in self.frames)
 
 
@@ -166,10 +164,7 @@ def parse_children(text: str) -> tuple[tuple[ThreadStack, ...], ...]:
 
 
 def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
-    """Return the threads of the rank's dump in a file; ``own`` is the test's own file.
-
-    The main thread is the one whose outermost frames are the oldest call.
-    """
+    """Return the threads of the rank's dump in a file; ``own`` is the test's file."""
     text = text.partition(CHILD_MARK)[0]
     threads: list[list[Frame]] = []
     current: list[Frame] | None = None
@@ -185,8 +180,8 @@ def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
             threads[-1].append(frame)
     stacks = [frames for frames in threads if frames and (frames is not alone or current is None)]
     current = current or alone
-    # faulthandler names no main thread before Python 3.14: it is one that does not begin in threading's bootstrap, and of those
-    # (threads of C++ that call Python are others) the one that got the signal.
+    # faulthandler names no main thread before Python 3.14. It does not begin in threading's bootstrap; of several such threads
+    # (others are C++ threads that call Python) it is the one that got the signal.
     outer = [f for f in stacks if f[-1].function != "_bootstrap"]
     main = next((f for f in outer if f is current), outer[-1] if outer else None)
     return tuple(ThreadStack(tuple(f), is_main=f is main) for f in stacks)
@@ -203,14 +198,14 @@ def _frame(line: str, own: str) -> Frame | None:
 
 
 def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
-    """Return the thread that shows what the rank does: the main one, unless that waits for another of its threads.
+    """Return the thread that shows what the rank does: the main one, unless it waits for another thread of the rank.
 
-    So it does in autograd, for a thread that runs the user's backward; in a join, or for a future's result; in asyncio's loop, for
-    a collective that an executor runs; and where it waits for other ranks while it serves one of them (RPC).
+    It waits for one in autograd, which runs the user's backward in a thread; in a join, or for a future's result; in asyncio's
+    loop, for a collective that an executor runs; and in RPC, while another thread serves a request of another rank.
     """
     main = next((t for t in threads if t.is_main), None)
     others = [t for t in threads if t is not main and not t.is_ours and t.user_frame is not None]
-    if main is None:  # where another thread is shows nothing of what the rank waits for
+    if main is None:  # another thread does not show what the rank waits for
         return None
     if main.frames[0].function == "_engine_run_backward":
         engines = [t for t in others if t.frames[-1].function != "_bootstrap"]  # autograd's own threads, of C++
@@ -224,7 +219,7 @@ def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
     if called and any("/asyncio/" in f.file for f in main.frames):  # the loop awaits it
         return called[0]
     if main.waits_for_a_thread:
-        if main.user_frame is None and others:  # the test's function has returned: a thread that it has left
+        if main.user_frame is None and others:  # the test's function has returned, and left a thread
             return others[0]
         # A thread that a library has started for the user has none of the user's frames.
         threads = (*others, *(t for t in threads if t is not main and not t.is_ours and t not in others))

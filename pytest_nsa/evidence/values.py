@@ -1,4 +1,4 @@
-"""What is known of a test and of its ranks, as values: what `load` reads, and what follows from it. No opinion."""
+"""The evidence of a test and its ranks as values: what `load` reads, and properties that follow from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pytest_nsa.evidence.waiting import (
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
-POLLED_S = 2.0  # a rank that looked into a store so long ago or less, while it is stalled, does so again and again
+POLLED_S = 2.0  # a stalled rank that has queried a store within this time polls it
 STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 
 
@@ -35,9 +35,9 @@ def _first_line(message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """A key of a store that a line of the user's code set or waited for, and how many of its kind in a row (0: unknown).
+    """A key of a store that a line of the user's code set or waited for, and how many keys of its kind (0: unknown).
 
-    ``callers`` are the lines that led there, innermost first, as those of `Collective`.
+    ``callers`` are the lines that led there, innermost first, as in `Collective`.
     """
 
     key: str
@@ -56,9 +56,9 @@ class RaisedException:
     """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
 
     ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
-    while it took a batch from a data loader's worker. ``network``: what of the network cannot be used, as the rank found.
-    ``side_threads``: the user's lines that the rank's other threads were in. ``frames``: its stack, innermost first; ``counters``:
-    of the loops in it, as `RankEvidence.counters`.
+    it was raised while a batch was taken from a data loader's worker. ``network``: the interface, host or port that the rank found
+    unusable. ``side_threads``: the user's lines that the rank's other threads were in. ``frames``: its stack, innermost first;
+    ``counters``: of the loops in it, as `RankEvidence.counters`.
     """
 
     time: float
@@ -138,7 +138,7 @@ class EventLoop:
 
 @dataclass(frozen=True, slots=True)
 class MissingGradients:
-    """Parameters without a gradient after the backward of ``step``. ``where``: the user's line at which that was found."""
+    """Parameters without a gradient after the backward of ``step``. ``where``: the user's line at which the trace found it."""
 
     step: int
     names: tuple[str, ...]
@@ -147,12 +147,11 @@ class MissingGradients:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
-    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``anomalies`` are steps
-    that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
-    own numbers, the last that were read; ``groups`` the ranks of those it is in; ``numbers`` its number by other world;
-    ``left`` is where it skipped, or expected to fail, and after what; ``pytest_exit`` the reason and return code that it called
-    ``pytest.exit`` with; ``gone``: its process is no more, and how it ended was not observed; ``beat_age_s`` is how long the
-    heartbeat had been silent when the host looked at the stall.
+    """The evidence of one rank. ``signal`` ended it (0: no signal did); ``by_us``: the host sent it. ``anomalies`` are unusual
+    steps; ``modules`` are those that the current forward had called, in order; ``ddp`` has the latest numbers that DDP gives;
+    ``groups`` has the members of the rank's groups, ``numbers`` its number in other worlds; ``left`` is where it skipped, or
+    expected to fail, and after what; ``pytest_exit`` has the arguments of its call of ``pytest.exit``; ``gone`` is when its process
+    was last alive, if its end was not observed; ``beat_age_s`` is how long its heartbeat had been silent at the stall.
     """
 
     rank: int
@@ -195,44 +194,44 @@ class RankEvidence:
     numbers: dict[str, int]
     folder: Path
     sources: Sources
-    peaks: Mapping[str, float] = field(default_factory=dict)  # the most memory that it had, in MiB
+    peaks: Mapping[str, float] = field(default_factory=dict)  # of memory, in MiB
     backend: str = ""
     machine: str = ""
-    memory_mib: float = 0.0  # that its machine or container has; 0: not known
+    memory_mib: float = 0.0  # of its machine or container; 0: unknown
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
-    # Of loops, by location in the user's code, outermost first.
+    # Loop counters, by location in the user's code, outermost first.
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
     handles: Handled | None = None
-    streams: tuple[str, ...] = ()  # where the user's generators were that these loops had
+    streams: tuple[str, ...] = ()  # the locations of the user's generators in these loops
     # The files that the innermost loop looks for: path, and, of one that is there, unchanged_s and is_open.
     looked_for: tuple[Mapping[str, Any], ...] = ()
-    lines_seen: tuple[str, ...] = ()  # of the user's code, where its heartbeat found the main thread in a stall
+    lines_seen: tuple[str, ...] = ()  # of the user's code, at which its heartbeat found the main thread in a stall
     keys_set: tuple[KeyUse, ...] = ()  # the first and the last key of a store, of each kind, that each line set
     keys_awaited: tuple[KeyUse, ...] = ()  # the last key, of each kind, that each line waited for
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
-    snapshots: tuple[Snapshot, ...] = ()  # of syrupy's, that its test compared with
-    gradients_missing: tuple[MissingGradients, ...] = ()  # as a requested trace found; one of steps that lack the same
+    snapshots: tuple[Snapshot, ...] = ()  # its test's comparisons with syrupy's
+    gradients_missing: tuple[MissingGradients, ...] = ()  # by a requested trace; one entry for steps that lack the same
     ready_orders: Mapping[int, int] = field(
         default_factory=dict
-    )  # by step, a checksum of the order in which gradients came
+    )  # by step, a checksum of the order in which gradients became ready
     needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
 
     @property
     def rounds(self) -> dict[str, str]:
-        """The counters of the loops in words, 'step = 3, attempt = 1', by location; of locations that have any."""
+        """The counters of the loops as text, 'step = 3, attempt = 1', by location, where there are any."""
         texts = {place: ", ".join(f"{name} = {n}" for name, n in counts.items()) for place, counts in self.counters}
         return {place: words for place, words in texts.items() if words}
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The last calls that its board holds, oldest first; () where it left none."""
+        """The last calls that its board holds, oldest first; () without a board."""
         return self.board.collectives if self.board is not None else ()
 
     @property
     def threads_at_work(self) -> tuple[ThreadStack, ...]:
-        """The threads, but the main one, that may do something yet: of the user's code, timers, and calls that an executor runs,
-        unless they wait for work, for a lock or for other ranks, and no time limit ends that.
+        """The side threads that may still act: timers, user code, and calls in an executor; not those that wait without a time
+        limit for work, for a lock or for other ranks.
         """
         others = (t for t in self.threads if not t.is_main and not t.is_ours)
         return tuple(t for t in others if t.is_a_timer or self._is_at_work(t))
@@ -247,18 +246,18 @@ class RankEvidence:
             return True
         frame = thread.frames[0]
         line = self.sources.line(frame.file, frame.line) if frame.is_user else ""
-        # In Python, or in C at a line of the user's. Of a `with` that has called no Python, it is a lock that is entered.
+        # At a lock in Python code, or in C code called by a user's line: a `with` that has called no Python enters a lock.
         at_a_lock = frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)
         return thread.runs_a_loop or not (thread.waits_for_work or at_a_lock)
 
     @property
     def stack(self) -> ThreadStack | None:
-        """The thread that shows the rank's location, from the dump of the crash, which came last, or of the stall."""
+        """The thread that shows the rank's location: from the dump of the crash if there is one, else from that of the stall."""
         return thread_that_shows(self.fatal) or thread_that_shows(self.threads)
 
     @property
     def last_stack(self) -> ThreadStack | None:
-        """The stack of the exception that ended the rank's test, else `stack`: where it was in its program at last."""
+        """The rank's last location in its program: the stack of the exception that ended its test, else `stack`."""
         frames = self.exceptions[0].frames if self.exceptions and not self.fatal else ()
         return ThreadStack(frames, is_main=True) if frames else self.stack
 
@@ -266,13 +265,13 @@ class RankEvidence:
     def is_waiting(self) -> bool:
         """Whether the rank waits for others: inside a call that the board records, or in a function of torch that waits.
 
-        Not while its main thread computes, is stopped, or waits for a disk: whatever it is inside of, it is at work.
+        False while its main thread computes, is stopped, or waits for a disk, even inside such a call.
         """
         if self.process.get("state") in ("T", "t", "D"):
             return False
         board, stack = self.board, thread_that_shows(self.threads)
         if stack is None:
-            # A silent rank does not mark a collective that has completed behind its back; what blocks it, it marked before.
+            # A silent rank marks no completed collectives; the call that blocks it was marked before.
             silent = self.beat_age_s is not None and self.beat_age_s > SILENT_S
             return board is not None and (board.blocked is not None if silent else bool(board.inside))
         if board is not None and board.inside and self._is_in_one_call_on_a_device:
@@ -286,7 +285,7 @@ class RankEvidence:
 
     @property
     def _is_in_one_call_on_a_device(self) -> bool:
-        """Whether the main thread stays in one native call where collectives run on a device: the host's thread may spin there."""
+        """Whether collectives run on a device and the main thread stays in one native call, in which it may spin."""
         if self.board is None or not (self.board.numbers.get("on_device") or self.backend not in ("", "gloo")):
             return False
         n = self.board.numbers
@@ -294,13 +293,13 @@ class RankEvidence:
 
     @property
     def waits_for_a_key(self) -> bool:
-        """Whether the rank waits for a key of a store: in a call that waits for it, or by looking for it again and again."""
+        """Whether the rank waits for a key of a store: in a call that waits, or by polling."""
         stack = thread_that_shows(self.threads)
         if stack is not None and waits_for_a_key(stack.frames, self._line(stack)):  # a store of files is polled
             return True
         n = self.board.numbers if self.board is not None else {}
         looked, since = n.get("polled_time", 0.0), n.get("polled_from", 0.0)
-        # Of a rank whose heartbeat has stopped it is not known whether it looks still.
+        # If the rank's heartbeat has stopped, it is unknown whether it still polls.
         is_live = self.process.get("state") not in ("T", "t", "D") and (self.beat_age_s or 0.0) <= SILENT_S
         looks = bool(looked) and n.get("beat_time", 0.0) - looked < POLLED_S and looked - since >= POLLED_S / 2
         return looks and is_live and not self.is_waiting
@@ -311,7 +310,7 @@ class RankEvidence:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Parameters whose gradient had not arrived in the last backward begun."""
+        """Parameters for which no gradient had arrived in the latest backward."""
         if self.board is None or len(self.board.arrived) < len(self.parameter_names):
             return ()
         return tuple(n for n, seen in zip(self.parameter_names, self.board.arrived, strict=False) if not seen)
@@ -334,8 +333,8 @@ class ExternalFact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by
-    themselves; ``refused`` why no ranks could be started, ``lost`` why those that ran could be followed no longer."""
+    """The evidence of a test on ranks. ``stop`` is why the host ended it, '' if all ranks ended by themselves; ``refused`` is why
+    no ranks could be started; ``lost`` is why the host lost the ranks that ran."""
 
     job: Job
     ranks: tuple[RankEvidence, ...]
@@ -362,27 +361,29 @@ class Evidence:
 
     @property
     def was_ended_at_a_stall(self) -> bool:
-        """Whether all ranks of a training that is only watched have gone together, after they had stalled: it was ended."""
+        """Whether all ranks of a training that is only watched disappeared after a stall: then it was ended from outside."""
         left = [r for r in self.ranks if not r.finished]
         return bool(left and self.stalled_s) and all(r.gone > self.stop_time for r in left)
 
     @property
     def was_stalled(self) -> bool:
-        """Whether the ranks were stalled at the end. Where the host was killed that is not given: they may have been in motion."""
+        """Whether the ranks were stalled at the end. If the host was killed, they may have made progress: the boards decide."""
         if self.stop != "host_died":
             return True
         boards = [r.board.numbers for r in self.ranks if not r.finished and r.board is not None]
-        if self.stalled_s:  # the host saw it, then; a rank whose heartbeat went on must not have moved since
+        if self.stalled_s:  # the host observed the stall: a rank with later heartbeats must not have moved since
             boards = [n for n in boards if n["beat_time"] > self.stop_time]
         elif not boards:
             return False
-        # A rank that was silent already, stopped or without the GIL, gives no evidence of whether it moved.
+        # A rank that was silent before (stopped, or without the GIL) shows nothing.
         newest = max((n["beat_time"] for n in boards), default=0.0)
         boards = [n for n in boards if n["beat_time"] > newest - SILENT_S]
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     def members(self, group: str) -> tuple[int, ...]:
-        """Return the ranks of a group: of another world's those that came; of one that is not recorded all, or its callers."""
+        """Return the ranks of a group. Of another world's group: those that recorded it. Of an unrecorded group: the ranks that
+        called in it if its size is below the world's, else all.
+        """
         known = [r.groups[group] for r in self.ranks if group in r.groups]
         if OTHER_WORLD in group:
             return tuple(sorted(set(itertools.chain.from_iterable(known))))

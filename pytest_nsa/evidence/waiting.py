@@ -1,6 +1,6 @@
-"""Whether a rank waits for other ranks, by the call on the board that it is inside of, and by torch's functions that wait.
+"""Whether a rank waits for other ranks, by the call on its board and by torch's functions that wait.
 
-A file's name shows nothing: `get_rank`, DTensor's dispatch and imports lie under torch/distributed, and wait for no rank.
+A file's name is not enough: `get_rank`, DTensor's dispatch and imports are under torch/distributed, and wait for no rank.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SLEEPS = (
     "common_nsleep",
     "do_nanosleep",
     "do_wait",
-)  # where the kernel shows a sleep, or a wait for a child
-STARVED = 0.1  # of a core, on a busy machine
-# Their wrappers are in every recorded call; without "calls/" in folders of 0.1.
+)  # the kernel's wait channels of a sleep, and of a wait for a child
+STARVED = 0.1  # of a core: what a thread that wants the CPU may get on a busy machine
+# Files with the wrappers of recorded calls; without "calls/" in folders of 0.1.
 _RECORDERS = tuple(f"nsa/trace/{below}{name}.py" for below in ("calls/", "") for name in ("collectives", "stores"))
 _STORE_OF_OURS = ("pytest_nsa/rank/store.py", "pytest_nsa/wire/messages.py")  # the store of ranks is a class of Python
 _TORCH_S = ("torch/distributed/", "nn/parallel/distributed.py", "torch/futures/", *_RECORDERS, *_STORE_OF_OURS)
-# What torch puts between a call of Python and its own code.
+# What torch puts between a Python call and its implementation.
 _DISPATCH = (
     "torch/_ops.py", "torch/_library/", "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_contextlib.py",
     "nsa/trace/calls/compiled.py", "nsa/trace/compiled.py",
@@ -34,7 +34,7 @@ _WAITS = re.compile(
     r"|reduce\w*|gather\w*|scatter\w*|i?send\w*|i?recv\w*|sync_\w+|rpc_sync|shutdown|synchronize|recorded|recorded_wait)$"
 )
 _FOR_A_RESULT = re.compile(r"\.(wait|result|value|item|tolist|cpu|numpy|synchronize)\(")
-# What returns when a device has computed it, whichever other rank it may need.
+# Calls that return when a device has computed a value, for which it may need other ranks.
 FOR_A_DEVICE = re.compile(
     r"\.(item|tolist|cpu|numpy|synchronize|nonzero|elapsed_time)\(|\bprint\(|\bfloat\(|\bint\(|\bbool\(|\bif\b|\bassert\b|\.to\(.cpu"
 )
@@ -56,16 +56,16 @@ def has_a_time_limit(line: str) -> bool:
 
 
 def computes(process: Mapping[str, Any]) -> bool:
-    """Return whether the main thread of a process is at work, by a sample of /proc; on a busy machine it may get little."""
+    """Return whether the main thread of a process is at work, by a sample of /proc; a thread that wants the CPU may get little."""
     share = process.get("main_cpu_share", process.get("cpu_share", 0.0))
     return share >= BUSY or (bool(process.get("wants_cpu")) and share >= STARVED)
 
 
 def torch_s_wait(frames: Sequence[Frame]) -> str:
-    """Return the function of torch in which a thread waits for other ranks; '' where it is in none. Frames innermost first.
+    """Return the function of torch in which a thread waits for other ranks; '' if it does not. Frames innermost first.
 
-    Every frame from the innermost to that function must be torch's own: what it calls by the way (pickling an object, an
-    import) is work.
+    Every frame from the innermost to that function must be torch's: if it has called other code (pickling, an import), the
+    thread is at work.
     """
     found = ""
     for frame in frames:
@@ -79,20 +79,20 @@ def torch_s_wait(frames: Sequence[Frame]) -> str:
 
 
 def _depth(frames: Sequence[Frame]) -> int:
-    """Return how many frames of the ranks' own store, and of torch's dispatch, are innermost."""
+    """Return how many of the innermost frames belong to the plugin's store and torch's dispatch."""
     skipped = (*_STORE_OF_OURS, *_DISPATCH)
     return next((i for i, f in enumerate(frames) if not any(part in f.file for part in skipped)), len(frames))
 
 
 def in_recorded_call(frames: Sequence[Frame]) -> bool:
-    """Return whether a thread is inside a call that the board records, and not in something that it calls by the way."""
+    """Return whether a thread waits inside a call that the board records, and not in other code that this calls."""
     return any(_is_recorder(f) for f in frames[: _depth(frames) + 3]) and bool(torch_s_wait(frames))
 
 
 def waits_for_a_result(frames: Sequence[Frame], line: str) -> bool:
     """Return whether a thread is at a call that returns when earlier collectives have completed; ``line`` is its source.
 
-    Such are the end of a backward under DDP, which waits in C++, and a future's or a device's result.
+    These are the end of a backward under DDP, which waits in C++, and a future's or a device's result.
     """
     if not frames:
         return False
@@ -104,17 +104,17 @@ def _is_recorder(frame: Frame) -> bool:
 
 
 def waits_for_a_key(frames: Sequence[Frame], line: str) -> bool:
-    """Return whether a thread waits for a key of a store: which rank should set it is not known. ``line``: the user's source."""
+    """Return whether a thread waits for a key of a store. ``line``: the text of the user's line."""
     recorded = next((f for f in frames[: _depth(frames) + 1] if _is_recorder(f)), None)
     if recorded is not None and recorded.function == "wait_for_a_key":
         return True
     if not frames or not _STORE_CALL.search(line):
         return False
-    # A queue or a dictionary may be called store, too: then a frame of Python's own is the innermost.
+    # A queue or a dictionary may also be named store: then the innermost frame is Python's.
     return frames[0].is_user or any(part in frames[0].file for part in _TORCH_S)
 
 
 def meets(frames: Sequence[Frame], line: str) -> bool:
-    """Return whether a thread is about to meet the other ranks: it connects to the host where they do, or waits for them there."""
+    """Return whether a thread joins a process group: it connects to the host at which ranks meet, or waits for them there."""
     called = list(itertools.takewhile(lambda frame: not frame.is_user, frames))
     return bool(_MEETS.search(line)) and all(any(part in f.file for part in (*_TORCH_S, *_DISPATCH)) for f in called)

@@ -1,13 +1,13 @@
-"""How long a stall lasts before it is announced: by what the rank does in that time, and by the job's own past.
+"""How long a stall lasts before it is announced: by what the rank does in that time, and by the job's earlier pauses.
 
 | what is seen | announced after |
 | --- | --- |
-| it cannot mend itself (ranks wait for each other, for ever) | at once |
+| it cannot resolve itself (ranks wait for each other, for ever) | at once |
 | ranks wait for one that stalls: in a lock, a sleep, I/O, a process, a data loader | 3 s |
 | a rank is at work by itself, or a thread or a child process: it computes, imports, compiles, writes | 10 s |
 
-Both limits grow with the job's own past: to 5 times its usual step, and to twice its longest pause at the same place, so that a
-pause that recurs (a checkpoint, an evaluation) is announced once at most. A rank that begins something else begins to count again.
+Both limits grow with what the job did before: to 5 times its usual step, and to twice its longest pause at the same place, so that
+a pause that recurs (a checkpoint, an evaluation) is announced once at most. If a rank begins something else, its time starts again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pytest_nsa.evidence.waiting import BUSY
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
-PAUSE_S = 1.0  # what is shorter is no pause
+PAUSE_S = 1.0  # a shorter stall is no pause
 ENOUGH_STEPS = 3
 WRITES = 1e6  # bytes a second: more than the tracers' own files
 
@@ -40,7 +40,7 @@ class Past:
     _longest: dict[str, float] = field(default_factory=dict)
 
     def moved(self, rank: int, before: BoardSnapshot, after: BoardSnapshot, pause: float) -> None:
-        """Note that a rank has moved again after ``pause`` seconds."""
+        """Record that a rank has moved again after ``pause`` seconds."""
         now = time.monotonic()
         if after.numbers["step"] > before.numbers["step"]:
             began = self._step_began.get(rank)
@@ -53,20 +53,20 @@ class Past:
 
     def limit(self, least: float, line: str) -> float:
         """Return after how long a pause at ``line`` is unusual, ``least`` at least."""
-        import statistics  # here, as a session without a stall does without it
+        import statistics  # not before a stall
 
         step = statistics.median(self._steps) if len(self._steps) >= ENOUGH_STEPS else 0.0
         return max(least, STEPS * step, LONGEST * self._longest.get(_place(line), 0.0))
 
 
 def _place(line: str) -> str:
-    """Return file and function of ``file:line in function``: a pause may end at another line than the last one did."""
+    """Return file and function of ``file:line in function``: equal pauses may be at different lines of a function."""
     file, _, rest = line.partition(":")
     return f"{file} {rest.partition(' in ')[2]}"
 
 
 class AnnounceDelay:
-    """Decides whether a suspicion has lasted long enough to be announced. Fed with each assessment of a stall."""
+    """Decides whether a suspicion has lasted long enough to be announced. Called at each assessment of a stall."""
 
     def __init__(self) -> None:
         self.at_work = False  # whether the ranks of the last suspicion are at work by themselves
@@ -79,7 +79,7 @@ class AnnounceDelay:
         self.at_work = is_at_work(finding, evidence)
         state = ("at work" if self.at_work else finding.cause, finding.ranks)
         if state != self.state:
-            # What was seen first has lasted since the rank moved; what follows, since it was seen.
+            # The first state has lasted since the rank moved; each later state, since it was first observed.
             self._since = now if self.state else now - stalled_s
             self.state = state
         self._since = max(self._since, now - stalled_s)
@@ -94,14 +94,13 @@ class AnnounceDelay:
 
 
 def may_act(evidence: Evidence) -> bool:
-    """Return whether a rank has a thread at work: its main thread waits, but that one may make the call that is missing."""
+    """Return whether a rank has a thread at work: its main thread waits, but that thread may make the missing call."""
     return any(rank.threads_at_work for rank in evidence.ranks if not rank.finished)
 
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:
-    """Return whether the ranks of a suspicion are at work by themselves, and may come yet: they compute, import, compile, or
-    write; one waits for one of its threads, or for a child process, that is at work; or it sleeps between attempts that are
-    counted.
+    """Return whether the ranks of a suspicion are at work by themselves, so that the stall may resolve: they compute, import,
+    compile or write; or one waits for a thread or a child process that is at work, or sleeps between a limited number of attempts.
     """
     if CAUSES[finding.cause].at_work:
         return True

@@ -1,4 +1,4 @@
-"""Suspicions: what the rules make of a stall while the test runs, announced when one has lasted (`announce_delay`), or changes."""
+"""Suspicions: what the rules find at a stall while the test runs; announced when one has lasted (`announce_delay`), or changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOVING = ("straggler", "graph_explosion", "slow")  # causes of ranks that move
 
 
 class Suspicions:
-    """Called by the host at a stall. Keeps what was announced in ``suspicions.jsonl`` of the test's folder."""
+    """Called by the host at a stall. Writes each announcement to ``suspicions.jsonl`` in the test's folder."""
 
     def __init__(self, folder: Path, job: Job, limits: Limits, announce: Callable[[str], None]) -> None:
         self.folder, self.job, self.limits, self.announce = folder, job, limits, announce
@@ -28,7 +28,7 @@ class Suspicions:
         self._announced: tuple[object, ...] = ()
 
     def __call__(self, watch: ProgressWatch) -> Finding | None:
-        """Return what the rules make of the evidence now; None where none fits."""
+        """Return the finding of the rules on the evidence so far; None if no rule applies."""
         from pytest_nsa.diagnosis.engine import suspect  # not before a stall: the rules take long to import
 
         try:
@@ -87,7 +87,7 @@ def _note(folder: Path, error: Exception) -> None:
 
 
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:
-    """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what`` follows."""
+    """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what``: the end."""
     at = f" at {found.where}" if found.where else ""
     reason = " ".join(found.reason.split())  # a child's command may have several lines
     if at_work and not found.ends_the_test:
@@ -96,7 +96,7 @@ def announcement(found: Finding, test: str, who: str, seconds: float, what: str,
 
 
 def stalled_for(found: Finding, watch: ProgressWatch) -> float:
-    """Return for how many seconds the ranks of a suspicion have not moved; of those that do, how long others have waited."""
+    """Return for how many seconds the ranks of a suspicion have not moved; if they move, how long others have waited."""
     if found.cause in MOVING:
         return watch.longest_wait
     return min((watch.stalled_for(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)

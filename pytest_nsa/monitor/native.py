@@ -1,4 +1,4 @@
-"""Native frames of a rank, by py-spy where it is installed and the kernel lets it look: what C++ is at, to the symbol."""
+"""Native frames of a rank, by py-spy where it is installed and the kernel permits it: the C++ functions that a rank is in."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def dump_where_useful(
     files: Mapping[int, Path], pids: Mapping[int, int], blocked: Collection[int]
 ) -> Iterator[tuple[int, str]]:
     """Write native frames of at most `MOST_RANKS` ranks (rank -> its native.txt), those that want the CPU first; yield each rank
-    and '' or why it has none.
+    with '' or the reason for the missing dump.
 
-    A rank in ``blocked`` waits in a call that its board names: its native frames are the transport's, and show nothing more.
+    A rank in ``blocked`` waits in a call that its board names: its native frames would show only the transport.
     """
     free = [rank for rank, pid in pids.items() if pid and rank not in blocked]
     chosen = sorted(free, key=lambda rank: not is_runnable(pids[rank]))[:MOST_RANKS]

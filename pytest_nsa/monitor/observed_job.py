@@ -25,7 +25,7 @@ class ObservedJob:
         self.watch = ProgressWatch({})
 
     def look(self) -> None:
-        """Read all boards, those that have come since the last look too."""
+        """Read all boards, also those that are new since the last look."""
         for path in self.folder.glob("rank*/board.bin"):
             if path.parent.name[4:].isdecimal():
                 self.watch.add(int(path.parent.name[4:]), path.parent)
@@ -33,20 +33,20 @@ class ObservedJob:
 
     @property
     def pids(self) -> dict[int, int]:
-        """By rank, the processes here that have not ended their part."""
+        """The pids on this machine, by rank, of ranks that live and are not done."""
         boards = {rank: board for rank, board in self.watch.boards.items() if board.phase != "done"}
         pids = {rank: int(board.numbers["pid"]) for rank, board in boards.items()}
         return {rank: pid for rank, pid in pids.items() if Path(f"/proc/{pid}").exists()}
 
     def record_stop(self, reason: str, began: float, statuses: Mapping[int, int] | None = None) -> None:
-        """Record why and when the job is looked at for the last time, and what its processes do: as of ranks that are ended now.
+        """Record why and when the job is looked at for the last time, and what its processes do, as if its ranks were ended now.
 
-        ``began``: when it did, in seconds since the epoch. ``statuses``: by pid, the wait status of processes that have ended and
-        were not reaped.
+        ``began``: start of the job, in seconds since the epoch. ``statuses``: by pid, the wait status of processes that have ended
+        and were not reaped.
         """
         watch = self.watch
         with contextlib.suppress(FileNotFoundError):
-            self.log.unlink()  # of an earlier look, after which the job went on
+            self.log.unlink()  # written at an earlier look, after which the job continued
         self._note("started", time=began, pids=[])
         self._note(
             "stop", reason=reason, by="", stalled_s=watch.stalled_s, moved=watch.stalled_s < GRACE_S,
@@ -61,7 +61,7 @@ class ObservedJob:
         self._note("ended", duration_s=time.time() - began)
 
     def record_end(self, began: float) -> None:
-        """Record that the job was looked at when its test had failed by itself."""
+        """Record the job's state after its test has failed by itself."""
         with contextlib.suppress(FileNotFoundError):
             self.log.unlink()
         self._note("started", time=began, pids=[])

@@ -1,4 +1,4 @@
-"""What ranks write, while they run: shown as it is written (-s), and kept within a limit."""
+"""The ranks' output while they run: shown as it is written (-s), and kept within a limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 4096
 
 
 class LiveOutput:
-    """With -s: each line that a rank writes, as it is written, behind ``[rank 1]``."""
+    """With -s: shows each line of a rank as it is written, with ``[rank 1]`` in front."""
 
     stop_reason = ""
 
@@ -24,10 +24,10 @@ class LiveOutput:
         self._paths = {rank: job.rank_folder(rank) / "output.log" for rank in range(job.world_size)}
         self._read = dict.fromkeys(self._paths, 0)
         self._rest = dict.fromkeys(self._paths, b"")
-        self._begin = "\n"  # pytest has begun the line with the test's name
+        self._begin = "\n"  # ends pytest's line with the test's name
 
     def poll(self) -> float:
-        """Show the whole lines that are new."""
+        """Show the new complete lines."""
         for rank, path in self._paths.items():
             try:
                 with path.open("rb") as file:
@@ -43,7 +43,7 @@ class LiveOutput:
         return 0.0
 
     def finish(self) -> None:
-        """Show the rest, a last line without its end too."""
+        """Show the rest, also a last line without a newline."""
         self.poll()
         for rank, rest in self._rest.items():
             if rest:
@@ -56,7 +56,7 @@ class LiveOutput:
 
 
 class OutputLimit:
-    """Keeps each rank's output.log to a limit: its head and its tail; a line in between reports what is cut.
+    """Limits each rank's output.log to its head and its tail; a line in between reports what was cut.
 
     While the rank writes, the middle of its file is given back to the file system as a hole, which disturbs no writer;
     once it has ended, the file is rewritten without the hole.
@@ -70,7 +70,7 @@ class OutputLimit:
         self._cut: dict[Path, int] = {}  # where the hole of a file ends
 
     def poll(self) -> float:
-        """Give back the middle of what has grown too long."""
+        """Punch a hole into the middle of each file that is over the limit."""
         for path in self._paths:
             with contextlib.suppress(OSError):
                 status = path.stat()

@@ -1,4 +1,4 @@
-"""Whether ranks move: compares boards over time, and sees collectives that cannot match any more."""
+"""Whether ranks move: compare boards over time, and find collectives that can no longer match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIRM_MISMATCH_S = 1.0
 
 
 def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
-    """Return for how many seconds a rank has not moved: by its own heartbeat, and since that has stopped, or never beat."""
+    """Return for how many seconds a rank had not moved when its board is first read: by its heartbeat, or its last write."""
     n = board.numbers
     if beat := n.get("beat_monotonic"):
         # By both clocks: one may have been set, the other is another machine's.
@@ -32,7 +32,7 @@ def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
 
 @dataclass
 class ProgressWatch:
-    """Feeds on the ranks' boards; knows since when nothing has moved."""
+    """Reads the ranks' boards, and records since when nothing has moved."""
 
     folders: dict[int, Path]
     readers: dict[int, BoardReader] = field(init=False)
@@ -51,7 +51,7 @@ class ProgressWatch:
         self.last_move = self._last_look = time.monotonic()
 
     def add(self, rank: int, folder: Path) -> None:
-        """Watch another rank: its board has just been found."""
+        """Watch another rank, with a board that has just been found."""
         if rank not in self.folders:
             self.folders[rank] = folder
             self.readers[rank] = BoardReader(folder / "board.bin")
@@ -66,7 +66,7 @@ class ProgressWatch:
         if not worked and now - self._last_look > HELD_UP_S:
             self._held_up.append((self._last_look, now))
         if now - self._last_look > 5.0:
-            self.last_move = now  # this process itself was suspended: that is not a stall of the ranks
+            self.last_move = now  # this process was suspended, which is no stall of the ranks
         self._last_look = now
         for rank, reader in self.readers.items():
             board = reader.read()
@@ -83,7 +83,7 @@ class ProgressWatch:
             self.running_since = now
 
     def pause(self, seconds: float) -> None:
-        """The ranks were held for so long: it counts neither as their time nor as a stall."""
+        """Exclude ``seconds`` in which the ranks were held (by a debugger) from their time and from their stalls."""
         if seconds:
             self.last_move += seconds
             self._last_look += seconds
@@ -97,23 +97,23 @@ class ProgressWatch:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since anything of any rank moved."""
+        """Seconds since any rank moved."""
         return time.monotonic() - self.last_move
 
     @property
     def longest_wait(self) -> float:
-        """Seconds since any rank moved; or, where one waits in a collective for others that do move, since it did."""
+        """Seconds since any rank moved; or since a rank moved that waits in a collective for ranks that do move, if longer."""
         now = time.monotonic()
         waits = [now - self._moves[rank] for rank, board in self.boards.items() if board.inside and rank in self._moves]
         return max([self.stalled_s, *waits])
 
     @property
     def beat_ages(self) -> dict[str, float]:
-        """Seconds since each rank's heartbeat beat, by the clock that cannot be set, without those for which this process was held
-        up as well: a silence that all processes share is the machine's.
+        """Seconds since each rank's last heartbeat, by the monotonic clock, without the time in which this process did not run
+        either: the machine causes a silence that all processes share.
         """
         now = time.monotonic()
-        # One that has not beaten yet has been silent since its rank moved.
+        # Without a first beat, the silence began when the rank moved.
         beats = {r: b.numbers.get("beat_monotonic") or self._moves.get(r, now) for r, b in self.boards.items()}
         shared = {r: sum(max(0.0, end - max(start, beat)) for start, end in self._held_up) for r, beat in beats.items()}
         return {str(rank): now - beat - shared[rank] for rank, beat in beats.items()}
@@ -131,8 +131,8 @@ class ProgressWatch:
         return {rank: board.collectives for rank, board in self.boards.items()}
 
     def has_departed(self) -> bool:
-        """Return whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
-        # Ranks that still move are not looked at more closely: decoding every ring at every look costs.
+        """Return whether the ranks' collectives have differed for `CONFIRM_MISMATCH_S`: that cannot resolve itself."""
+        # Only at a stall: decoding every ring at every look is expensive.
         if self.stalled_s < QUIET_S or not self._disagree():
             self._departed_since = 0.0
             return False
@@ -145,12 +145,12 @@ class ProgressWatch:
         return first_departure(self.rings) is not None or waits_in_different_calls(blocked, self.rings) is not None
 
     def ends_by_itself(self, within: float) -> bool:
-        """Return whether a rank waits in a call with its own limit that comes within ``within`` seconds, or has just come."""
+        """Return whether a rank waits in a call with a time limit that ends within ``within`` seconds, or has just ended."""
         now = time.time()
         return any(now - AFTER_LIMIT_S < board.limit_time < now + within for board in self.boards.values())
 
     def is_even(self) -> bool:
-        """Return whether every rank has left each collective that it entered, and none of them differed."""
+        """Return whether every rank has left each collective that it entered, and no collectives differed."""
         numbers = [board.numbers for board in self.boards.values()]
         return all(n["collectives_entered"] == n["collectives_left"] for n in numbers) and not first_departure(
             self.rings
@@ -171,7 +171,7 @@ class ProgressWatch:
         return set(self.boards) - set(ended) <= set(self.blocked)
 
     def is_left_alone(self, ended: Collection[int]) -> bool:
-        """Return whether every rank that has not ended waits in a collective that needs one of the ended."""
+        """Return whether every rank that has not ended waits in a collective that needs a rank that has."""
         waits = [board.blocked for rank, board in self.boards.items() if rank not in ended]
         found = [c for c in waits if c is not None and c.peer == -1]
         return 0 < len(found) == len(waits) and not any_can_complete(found, self.rings)

@@ -20,10 +20,10 @@ from pytest_nsa.wire.messages import DUMP_SIGNAL
 SAMPLE_S = 0.4
 COUNTERS_REQUEST = "counters.asked"  # nsa/trace/stall/counters.py looks for it
 DUMP_REQUEST = "dump.asked"  # nsa/trace/stall/heartbeat.py looks for it
-BEAT_S = 0.06  # in which a heartbeat finds it
+BEAT_S = 0.06  # within which a heartbeat finds the request
 DUMP_WAIT_S = 2.0
-STARVED_WAIT_S = 8.0  # the same for a rank that wants the CPU: on a busy machine it may not have come to its handler
-SURELY_WHOLE = 10  # looks at a dump that has not grown
+STARVED_WAIT_S = 8.0  # the same for a rank that wants the CPU: on a busy machine its handler may run late
+SURELY_WHOLE = 10  # how many looks a dump has not grown in, to be complete
 MAX_CHILDREN = 4
 
 
@@ -41,7 +41,7 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
 
 
 def request_counters(folders: Iterable[Path]) -> None:
-    """Ask the heartbeats of ranks, by a file in each folder, for the counters of the loops that they are in."""
+    """Request the counters of the loops that ranks are in from their heartbeats, by a file in each folder."""
     _leave_files(folders, COUNTERS_REQUEST)
 
 
@@ -58,7 +58,7 @@ def _leave_files(folders: Iterable[Path], name: str) -> None:
 
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
-    """A line on a rank's process."""
+    """Append a line on a rank's process to ``evidence``."""
     with where_there_is_room():
         append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
 
@@ -66,7 +66,7 @@ def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
 def dump_stacks(
     ranks: Mapping[int, Path], send: Callable[[int], None], wants_to: Callable[[int], bool] = lambda rank: False
 ) -> None:
-    """Ask each rank (rank -> its stacks.txt) for a dump by ``send(rank)``, and wait until the dumps are whole.
+    """Request a dump from each rank (rank -> its stacks.txt) by ``send(rank)``, and wait until the dumps are complete.
 
     ``wants_to(rank)`` returns whether the rank's process `wants_to_dump`: it is waited for longer than one that is stopped or
     inside a system call that no signal interrupts.
@@ -96,9 +96,9 @@ def wants_to_dump(pid: int) -> bool:
 
 
 def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
-    """Ask the ranks' own children (data loaders' workers) for a dump, into the rank's file behind a line ``# process PID``.
+    """Request a dump from the ranks' children (data loaders' workers), into the rank's file after a line ``# process PID``.
 
-    Only those that inherited the rank's handler of the signal are asked: it would end any other process.
+    Only those that inherited the rank's handler get the signal: it would end any other process.
     """
     for rank, pid in pids.items():
         for child in children_of(pid)[:MAX_CHILDREN]:
@@ -111,7 +111,7 @@ def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
 
 
 def _ends_with_current_thread(path: Path) -> bool:
-    """Return whether the thread that got the signal, as a rule the main one, comes last in a dump, as the oldest one does."""
+    """Return whether a dump ends with the thread that got the signal: in general the main thread, which is written last."""
     last = read_text(path).rpartition("\n\n")[2]
     return last.startswith("Current thread") and last.count("\n") > 2
 

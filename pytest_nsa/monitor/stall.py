@@ -1,7 +1,7 @@
-"""A stall while it lasts: when to look closer, what /proc shows in that time, and how long it has truly lasted.
+"""A stall while it lasts: when to look closer, what /proc shows, and how long it has lasted.
 
-A rank that waits stalls by the clock; one that computes, only by the processor's time that it got: on a busy
-machine it may get little. So no machine is too slow for a limit that is set in these seconds.
+The stall of a waiting rank is measured by the clock, that of a computing rank by the CPU time that it got. So a limit in these
+seconds does not end a test because the machine is slow or busy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StallClock:
             self.facts, self._states = {}, {}
 
     def look(self, pids: Mapping[int, int], stalled_s: float) -> bool:
-        """Look at the processes (rank -> pid) if it is time to; whether the stall should now be assessed (again)."""
+        """Look at the processes (rank -> pid) if it is time to; return whether the stall should be assessed (again) now."""
         now = time.monotonic()
         if stalled_s < BEGIN_S or now - self._sampled < SAMPLE_S:
             return False

@@ -1,4 +1,4 @@
-"""The host's side of a test on ranks: start them, watch them, end them, and leave the record. Imports no torch."""
+"""The host's side of a test on ranks: start the ranks, watch them, end them, and record what happened. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS
 from pytest_nsa.wire.protocols import Limits, Monitor, Starter, Suspicion
 
 POLL_S = 0.05
-GRACE_S = 1.0  # of a stall, before what looks stuck is taken for stuck
-LOOK_AGAIN_S = 1.0  # at the ranks' threads
+GRACE_S = 1.0  # of a stall, before it counts as one
+LOOK_AGAIN_S = 1.0  # between two looks at the ranks' threads
 FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
 
@@ -47,7 +47,7 @@ class RanksRun:
     limits: Limits
     monitors: Sequence[Monitor] = ()
     suspect: Callable[[ProgressWatch], Suspicion | None] | None = None  # what is wrong, by the evidence so far
-    more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None  # facts of others, before the end
+    more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None  # facts of hooks, before the end
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class RanksRun:
         self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
 
     def run(self) -> None:
-        """Start, watch, end. Raises LaunchError; a KeyboardInterrupt passes through once no rank is left."""
+        """Start, watch and end the ranks. Raises LaunchError; a KeyboardInterrupt is raised again once no rank is left."""
         started = time.monotonic()
         xids = XidWatch() if self.job.device == "cuda" else None
         try:
@@ -90,7 +90,7 @@ class RanksRun:
                 (self.folder / "store").unlink()
 
     def _watch(self, started: float) -> str:
-        """Wait until all ranks have ended ('') or there is a reason to stop them."""
+        """Wait until all ranks have ended, and return ''; or until there is a reason to stop them, and return it."""
         failed_at = 0.0
         while len(self.statuses) < len(self.ranks):
             self._collect(POLL_S)
@@ -104,7 +104,7 @@ class RanksRun:
                 return reason
             self.watch.look()
             if self._look_closer():
-                self.watch.look(worked=True)  # that may have taken long: what moved in that time is not stalled
+                self.watch.look(worked=True)  # the closer look may have taken long: see what moved in that time
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
@@ -119,7 +119,7 @@ class RanksRun:
         return ""
 
     def _never_ends(self) -> str:
-        """Return why the ranks' main threads wait for ever; '' where that is not known."""
+        """Return why the ranks' main threads wait for ever; '' unless that is certain."""
         if self._has_limits_to_come():
             return ""
         if self.watch.has_departed():
@@ -127,7 +127,7 @@ class RanksRun:
         return "left_alone" if self._waits_for_the_finished() else ""
 
     def _may_act(self, now: float) -> bool:
-        """Return whether a thread of a rank may still do what the ranks wait for, as was seen within `LOOK_AGAIN_S`."""
+        """Return whether a thread of a rank may still make the missing call; looked up every `LOOK_AGAIN_S`."""
         if now - self._looked_at_threads >= LOOK_AGAIN_S:
             self._looked_at_threads, self._thread_at_work = now, may_act_in(self.folder)
         return self._thread_at_work
@@ -152,7 +152,7 @@ class RanksRun:
         return "hang_after" if 0 < self.limits.hang_after <= self.stall.counted else ""
 
     def _look_closer(self) -> bool:
-        """At a stall: record what the processes do, and let the rules make a suspicion of it. Return whether it is one."""
+        """At a stall, record what the processes do and apply the rules. Return whether it is a stall."""
         waited = self.watch.longest_wait
         moves = waited < GRACE_S or self._has_limits_to_come()
         if self.suspect is None or not self.watch.running_since or moves:
@@ -171,29 +171,27 @@ class RanksRun:
         return True
 
     def _late_beats(self) -> dict[int, tuple[float, float]]:
-        """By how many seconds in all the heartbeats came late, and how many there were."""
+        """Return per rank the seconds by which its heartbeats came late, in all, and how many there were."""
         return {rank: (b.numbers["gil_late"], b.numbers["beat"]) for rank, b in self.watch.boards.items()}
 
     def _gil_wait(self, rank: int) -> float:
-        """Milliseconds by which a heartbeat of this stall came late: its thread waited for the GIL."""
+        """Return the mean delay of a heartbeat in this stall, in ms: its thread waited for the GIL."""
         late, beats = self._beats.get(rank, (0.0, 0.0))
         now_late, now_beats = self._late_beats().get(rank, (late, beats))
         return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)
 
     def _alive(self) -> dict[int, int]:
-        """Process ids of the ranks that have not ended, by rank."""
+        """Return the process ids of the ranks that have not ended, by rank."""
         return {rank: pid for rank, pid in zip(self.ranks, self.pids, strict=False) if rank not in self.statuses}
 
     def _nothing_to_wait_for(self, since_failure: float) -> bool:
-        """Return whether the test has failed and is over: the others may end by themselves, but not wait for each other, and not
-        for long.
-        """
+        """Return whether to stop the other ranks of a failed test: after `FAILED_S`, or sooner if they only wait."""
         if since_failure >= FAILED_S:
             return True
         return since_failure >= GRACE_S and self.watch.stalled_s >= GRACE_S and self.watch.all_blocked(self.statuses)
 
     def _waits_for_the_finished(self) -> bool:
-        """Some ranks ended well while the others wait in a collective for them, which will not complete."""
+        """Return whether the other ranks wait in a collective for ranks that have ended, which cannot complete."""
         if not self.statuses or self.watch.stalled_s < GRACE_S:
             return False
         return self.watch.is_left_alone(self.statuses)
@@ -206,7 +204,7 @@ class RanksRun:
             self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
 
     def _stop(self, reason: str, by: str = "") -> None:
-        """Classify first, dump second: a signal may wake the very call that hung."""
+        """Record what the ranks do, then dump their stacks: the dump's signal may wake the very call that hung."""
         self._note(
             "stop",
             reason=reason,

@@ -1,4 +1,4 @@
-"""The user's terminal: written to past pytest's capture, and lent to a rank's debugger."""
+"""The user's terminal: write to it without pytest's capture, and lend it to a rank's debugger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_nsa.system import unix_sockets
 
 
 def past_capture(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
-    """Return what lets output through where pytest captures it."""
+    """Return a context in which pytest captures no output."""
     manager = config.pluginmanager.getplugin("capturemanager")
     if manager is None:  # -p no:capture
         return contextlib.nullcontext()
@@ -25,7 +25,7 @@ def past_capture(config: pytest.Config) -> contextlib.AbstractContextManager[Non
 
 
 class Terminal:
-    """Writes to the user's terminal past pytest's capture, and lends it."""
+    """Writes to the user's terminal without pytest's capture, and lends it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Standard input too is the user's."""
+        """Return a context in which pytest captures neither output nor standard input."""
         if self._capture is not None:
             self._capture.suspend(in_=True)
         try:
@@ -49,7 +49,7 @@ class Terminal:
 
 
 class DebuggerServer:
-    """Lends the terminal to the first rank of a job that requests it: at a socket of this user's."""
+    """Lends the terminal to the first rank of a job that connects to its Unix socket, which only this user can reach."""
 
     stop_reason = ""
 
@@ -57,7 +57,7 @@ class DebuggerServer:
         self._terminal = terminal
         self._listener = unix_sockets.Listener("debugger")
         self.name = self._listener.name
-        self.once = False  # post mortem: one rank a test
+        self.once = False  # post mortem: one rank per test
         self._served = 0
 
     def begin(self, *, once: bool) -> None:
@@ -85,7 +85,7 @@ class DebuggerServer:
         """No-op."""
 
     def close(self) -> None:
-        """At the session's end: accept no rank any more."""
+        """Accept no more ranks; called at the session's end."""
         self._listener.close()
 
     def _relay(self, connection: socket.socket) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RankContext:
-    """What the fixtures of a rank are made from. ``device`` is 'cpu' or 'cuda:0'."""
+    """What a rank's fixtures need. ``device`` is 'cpu' or 'cuda:0'."""
 
     rank: int
     job: Job
@@ -27,7 +27,7 @@ class RankContext:
 
     @property
     def folder(self) -> Path:
-        """This rank's own folder of evidence."""
+        """The folder of this rank's evidence."""
         return self.job.rank_folder(self.rank)
 
 
@@ -35,7 +35,7 @@ _current: RankContext | None = None
 
 
 def become(context: RankContext) -> None:
-    """This process is a rank from now on."""
+    """Make this process a rank."""
     global _current
     _current = context
 
@@ -46,7 +46,7 @@ def current_rank() -> RankContext | None:
 
 
 def require_rank(request: pytest.FixtureRequest, fixture: str) -> RankContext:
-    """Return the context of this rank; fails the test with the reason when it does not run on ranks."""
+    """Return the context of this rank; fail the test, with the reason, if it does not run on ranks."""
     if _current is None:
         pytest.fail(
             f"the fixture '{fixture}' is for tests on ranks, and {request.node.name} runs on none: add @pytest.mark.world_size(2)",

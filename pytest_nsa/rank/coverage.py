@@ -1,4 +1,4 @@
-"""Coverage of code that ranks run, under pytest-cov: each rank measures on its own and leaves a file to be combined."""
+"""Coverage of code that ranks run, under pytest-cov: each rank measures by itself and leaves a file to be combined."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def settings_of_this_process() -> dict[str, Any] | None:
 
 
 def for_child() -> dict[str, str]:
-    """Return the environment variable that hands it to a child of ours."""
+    """Return the environment variable that passes these settings to a child pytest."""
     settings = settings_of_this_process()
     return {COVERAGE: json.dumps(settings)} if settings is not None else {}
 
 
 def start(settings: dict[str, Any] | None) -> Any:
-    """Measure from now on, whatever the process that forked us measured. Returns what `save` takes."""
+    """Start to measure in place of the measurement that was inherited by the fork. Return what `save` takes."""
     if settings is None:
         return None
     import coverage

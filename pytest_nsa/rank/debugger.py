@@ -19,7 +19,7 @@ ANY_RANK = -1
 
 
 class RankPdb(pdb.Pdb):
-    """pdb with a terminal that is a socket to the host. Quitting ends the session, as pytest's own does."""
+    """pdb with a socket to the host as its terminal. Quitting ends the session, as in pytest's own pdb."""
 
     def __init__(self, ctx: RankContext, connection: socket.socket) -> None:
         reader, writer = connection.makefile("r"), connection.makefile("w")
@@ -35,7 +35,7 @@ class RankPdb(pdb.Pdb):
     do_q = do_exit = do_quit
 
     def do_continue(self, arg: str) -> bool | None:
-        """Go on with the test; the terminal is the host's again."""
+        """Continue the test and return the terminal to the host."""
         result = super().do_continue(arg)
         self._hang_up()
         return result
@@ -54,15 +54,15 @@ class RankPdb(pdb.Pdb):
         self._connection.close()
 
 
-class _NotHere:
-    """What breakpoint() gets on a rank that was not chosen: it goes on, and waits where the others are needed."""
+class _NoDebugger:
+    """The debugger of breakpoint() on a rank that was not chosen: the rank continues, and waits in its next collective."""
 
     def set_trace(self, frame: FrameType | None = None) -> None:
-        """Nothing."""
+        """No-op."""
 
 
 def install() -> None:
-    """breakpoint(), pdb.set_trace() and pytest.set_trace() of this process borrow the host's terminal."""
+    """Let breakpoint(), pdb.set_trace() and pytest.set_trace() of this process use the host's terminal."""
     pytestPDB._init_pdb = classmethod(lambda cls, method, *args, **kwargs: _for_breakpoint())  # type: ignore[assignment]
 
 
@@ -71,7 +71,7 @@ def _for_breakpoint() -> Any:
     assert ctx is not None
     chosen = 0 if ctx.job.debug_rank == ANY_RANK else ctx.job.debug_rank
     if ctx.rank != chosen:
-        return _NotHere()
+        return _NoDebugger()
     connection = _connect(ctx)
     if connection is None:
         raise RuntimeError("breakpoint(): this rank has no terminal, as its host is an xdist worker; run without -n")

@@ -1,4 +1,4 @@
-"""What fixtures give a test on ranks: the group, DDP, FSDP, the tracer. torch is imported where it is used."""
+"""The objects that fixtures return on ranks: the group, DDP, FSDP, the tracer. torch is imported where it is used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Group):
-    """A group with models that are wrapped in DistributedDataParallel."""
+    """A group, and a method that wraps models in DistributedDataParallel."""
 
     static_graph: bool
     wrap_by_hook: WrapByHook = field(default=_no_hook, repr=False, compare=False)
@@ -64,7 +64,7 @@ class DDP(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Group):
-    """A group with models that are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--ranks-fsdp-version 1``."""
+    """A group, and a method that shards models: FSDP2 (`fully_shard`), or FSDP1 with ``--ranks-fsdp-version 1``."""
 
     version: int
     wrap_by_hook: WrapByHook = field(default=_no_hook, repr=False, compare=False)
@@ -178,7 +178,7 @@ class Trace:
 
 
 def _hook_of(ctx: RankContext) -> WrapByHook:
-    """Return what asks the hook pytest_nsa_wrap_model."""
+    """Return a function that calls the hook pytest_nsa_wrap_model."""
     config = ctx.config
     if config is None:
         return _no_hook
@@ -213,7 +213,7 @@ def make_trace(ctx: RankContext) -> Trace:
 
 
 def by_name(ctx: RankContext) -> dict[str, Any]:
-    """Return what a function that `launch` runs can take as arguments, by name."""
+    """Return the arguments that a function run by `launch` can take, by name."""
     return {
         "rank": ctx.rank, "world_size": ctx.job.world_size, "device": ctx.device, "group": make_group(ctx),
         "ddp": make_ddp(ctx), "fsdp": make_fsdp(ctx), "trace": make_trace(ctx), "artifacts": Path(ctx.job.folder),

@@ -1,7 +1,7 @@
 """Which plugins run on the host only, and which of their hooks are therefore removed in ranks.
 
-The host reports a test once, and runs it again with fresh ranks. A plugin that reports, retries or remembers outcomes would do so
-once more in each rank. What a rank needs of such a plugin are its fixtures, so hooks are removed, and never a plugin.
+The host reports a test once, and retries it with new ranks. A plugin that reports, retries or remembers outcomes would do so once
+more in each rank. A rank still needs such a plugin's fixtures, so single hooks are removed, and never a plugin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pytest_nsa.settings import named_plugins
 
 _REPORTS = frozenset({"pytest_runtest_logreport", "pytest_runtest_logstart", "pytest_runtest_logfinish"})
 _PROTOCOL = "pytest_runtest_protocol"
-# The summary in the terminal shows what the first has made.
+# pytest_terminal_summary shows what pytest_sessionfinish has made.
 _END = frozenset({"pytest_sessionfinish", "pytest_terminal_summary"})
 # The hooks around a test. Not pytest_pyfunc_call, which runs a body, nor pytest_assertrepr_compare, which explains its asserts.
 _AROUND = (
@@ -28,18 +28,18 @@ _AROUND = (
     "pytest_warning_recorded", "pytest_terminal_summary",
 )  # fmt: skip
 _OURS = frozenset({"_pytest", "pytest_nsa", "nsa"})
-# They skip a test by the outcomes of others, which ranks do not know, and implement no hook that shows it.
+# They skip a test by the outcomes of others, which ranks do not know; no hook that they implement reveals that.
 _BY_OUTCOMES = frozenset({"pytest_dependency", "pytest_depends"})
 # pytest-timeout wraps the protocol, and sets no timer in ranks; pyfakefs wraps reports, so that they reach the real file system.
-_OF_RANKS = frozenset({"pytest_timeout", "pyfakefs"})
-# Options by which a plugin opens, or empties, a file or folder as it is configured; and the plugin.
+_KEPT_IN_RANKS = frozenset({"pytest_timeout", "pyfakefs"})
+# Options with which a plugin opens, or empties, a file or folder when it is configured, each with the plugin.
 _WRITING_OPTIONS = {"xmlpath": "_pytest", "report_log": "pytest_reportlog", "allure_report_dir": "allure_pytest"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostPlugin:
-    """A plugin of which hooks run on the host only. ``origin``: its package, its module if it is the repository's own, or its path
-    if it is a conftest.py; ``acts``: not for the end of the session alone.
+    """A plugin with hooks that run on the host only. ``origin``: its package, its module if it is the repository's own, or its path
+    if it is a conftest.py; ``acts``: these are not only hooks of the session's end.
     """
 
     plugin: object
@@ -48,13 +48,13 @@ class HostPlugin:
     acts: bool
 
 
-def remove_hooks(config: pytest.Config, *, of_reports_alone: bool = False) -> None:
-    """Remove the hooks that are the host's from this process. With ``of_reports_alone`` those that run a test stay:
-    in a follower of an outer launcher, where retries are made as in the leader.
+def remove_hooks(config: pytest.Config, *, reports_only: bool = False) -> None:
+    """Remove the hooks that run on the host only from this process. With ``reports_only``, keep those that run a test: for a
+    follower of an outer launcher, which makes the same retries as the leader.
     """
     for found in host_plugins(config):
         for name in found.hooks:
-            if not of_reports_alone or name in _REPORTS or name in _END:
+            if not reports_only or name in _REPORTS or name in _END:
                 remove_hook(config, name, found.plugin)
 
 
@@ -64,7 +64,7 @@ def remove_hook(config: pytest.Config, name: str, plugin: object) -> None:
 
 
 def host_plugins(config: pytest.Config) -> list[HostPlugin]:
-    """Return the plugins of which hooks run on the host only: by name, and by the hooks that they implement."""
+    """Return the plugins with hooks that run on the host only, by name and by the hooks that they implement."""
     on_host, in_ranks = named_plugins(config)
     manager = config.pluginmanager
     loaded = [(name, plugin) for name, plugin in manager.list_name_plugin() if plugin is not None]
@@ -83,7 +83,7 @@ def host_plugins(config: pytest.Config) -> list[HostPlugin]:
             continue
         hooks = dict(_implemented(config, plugin))
         is_named = bool(names[origin] & on_host) or origin in _BY_OUTCOMES
-        if not is_named and origin in _OF_RANKS:
+        if not is_named and origin in _KEPT_IN_RANKS:
             continue
         acts = is_named or any(name in _REPORTS or name == _PROTOCOL for name in hooks)
         if acts and (is_named or origin not in with_fixtures):
@@ -92,7 +92,7 @@ def host_plugins(config: pytest.Config) -> list[HostPlugin]:
             # Its fixtures may need what its wrappers prepare. A protocol that is no wrapper runs the test itself.
             theirs = [name for name, wraps in hooks.items() if name in _REPORTS or (name == _PROTOCOL and not wraps)]
             theirs += [name for name in hooks if theirs and name in _END]
-        else:  # in a child that runs no test, nothing is true that an installed plugin could write at the end
+        else:  # a child runs no test, so whatever an installed plugin wrote at the session's end would be wrong
             theirs = [name for name in hooks if name in _END and _is_installed(config, plugin)]
         if theirs:
             found.append(HostPlugin(plugin=plugin, origin=origin, hooks=tuple(sorted(theirs)), acts=acts))
@@ -100,12 +100,12 @@ def host_plugins(config: pytest.Config) -> list[HostPlugin]:
 
 
 def acting_on_host(config: pytest.Config) -> list[str]:
-    """Return where the plugins come from that act on outcomes, and so on the host only."""
+    """Return the origins of the plugins that act on outcomes, and therefore run on the host only."""
     return sorted({found.origin for found in host_plugins(config) if found.acts})
 
 
 class WithoutReports:
-    """Registered in a child pytest of ours, which reports nothing. Made before plugins are configured."""
+    """Registered in a child pytest of this plugin, which reports nothing. Made before plugins are configured."""
 
     def __init__(self, config: pytest.Config) -> None:
         _, in_ranks = named_plugins(config)
@@ -115,7 +115,7 @@ class WithoutReports:
 
     @pytest.hookimpl(trylast=True)  # plugins register others as they are configured
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Before the session starts."""
+        """Remove the host's hooks before the session starts."""
         remove_hooks(config)
 
 
@@ -154,7 +154,7 @@ def _is_installed(config: pytest.Config, plugin: object) -> bool:
 
 
 def _origin(config: pytest.Config, plugin: object) -> str:
-    """Return what all plugins have in common that come from one place."""
+    """Return the package, module or path that a plugin comes from; equal for all plugins of one package."""
     file = _file_of(plugin)
     if file is not None and _is_conftest(plugin):
         return file.relative_to(config.rootpath).as_posix() if file.is_relative_to(config.rootpath) else str(file)

@@ -1,8 +1,8 @@
 """Keep a rank that is done first, its threads and its connections, while other ranks may still need them.
 
-Without this, a timeout that a test expects would become a connection error. Where another rank is inside a call with its own
-limit, this one stays until that limit, and 2 s. It does not stay for a rank that has a collective under way without a limit,
-whether its main thread waits for it, another thread, a future or autograd does, or it polls: the lost connection ends that.
+Without this, a timeout that a test expects would become a connection error. If another rank is inside a call with a time limit,
+this rank stays until that limit plus 2 s. It does not stay for a rank that has a collective under way without a limit (in any
+thread, a future or autograd): the lost connection ends that collective.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nsa.trace.stall.threads import lasting_threads
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, read_numbers
 
 POLL_S = 0.02
-SETTLED_S = 0.2  # in one call: a collective that is only begun is left within it
+SETTLED_S = 0.2  # in one call: a collective that can complete is left within it
 
 
 def wait_for_threads(folders: Sequence[Path], done: int) -> None:
-    """Wait for this process's threads that are no daemons while a rank of those with ``folders`` is not done.
+    """Wait for this process's non-daemon threads while a rank with one of ``folders`` is not done.
 
-    An interpreter ends after them: what one of them sends, another rank may wait for. Where no rank does, they are left.
+    An interpreter ends after these threads, so another rank may wait for what a thread sends.
     """
     while lasting := lasting_threads():
         if not _not_done(folders, done):
@@ -32,12 +32,12 @@ def wait_for_threads(folders: Sequence[Path], done: int) -> None:
 
 
 def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
-    """Stay while a rank of those whose folders are ``folders`` is at work, or waits with a limit, ``longest`` seconds at most.
+    """Wait while a rank with one of ``folders`` works, or waits with a limit; ``longest`` seconds at most.
 
-    ``done`` is the number of the phase of a rank that is done. Ranks of another machine have no board here, and do not count.
+    ``done`` is the number of the phase 'done'. Ranks of another machine have no board here, and do not count.
     """
     began = time.monotonic()
-    waits: dict[int, tuple[float, float]] = {}  # by process: the call it waits in without a limit, and since when
+    waits: dict[int, tuple[float, float]] = {}  # by pid: the call without a limit that it waits in, and since when
     while (now := time.monotonic()) - began < longest:
         others = _not_done(folders, done)
         calls = {p: _call_without_limit(b) for p, b in others.items()}
@@ -54,7 +54,7 @@ def _not_done(folders: Sequence[Path], done: int) -> dict[int, Mapping[str, floa
 
 
 def _call_without_limit(board: Mapping[str, float]) -> float:
-    """Return a number of the call that a rank has under way and that nothing ends; 0 for none."""
+    """Return a number that identifies the call without a limit that a rank has under way; 0 without one."""
     if board["limit_time"] + AFTER_LIMIT_S > time.time():
         return 0.0
     is_pending = board["collectives_entered"] > board["collectives_left"]

@@ -14,12 +14,12 @@ from nsa.trace import autostart
 if TYPE_CHECKING:
     from nsa.trace.training import TracedTraining
 
-END_REQUEST = "end.asked"  # the process ends itself where its clock leaves this file
+END_REQUEST = "end.asked"  # its clock makes this file to request that the process ends itself
 EXIT_ENDED = 1
 
 
 class LaunchedRank:
-    """Traced from its first process group on, into ``run/rankR``; where NSA_TRACE_DIR is set, from its import of torch on."""
+    """This process as a rank, traced from its first process group on into ``run/rankR``. With NSA_TRACE_DIR, `autostart` traces."""
 
     def __init__(self, run: Path, rank: int, world_size: int) -> None:
         self.run, self.rank, self.world_size = run, rank, world_size
@@ -56,6 +56,6 @@ class LaunchedRank:
             exceptions.record_exception(self.folder, error, call.when, nodeid=nodeid)
 
     def end(self, *, passed: bool) -> None:
-        """The session is over: other ranks may wait for this one still."""
+        """Record the end of the session: other ranks may still wait for this one."""
         if self._traced is not None:
             self._traced.end(passed=passed)

@@ -1,8 +1,8 @@
-"""A hypothesis test on ranks: the same examples on all of them, in step, so that one rank's failure is everybody's.
+"""A hypothesis test on ranks: all ranks run the same examples in step, so that a failure on one rank fails all.
 
-Left alone, each rank would draw its own examples, and a rank that fails would shrink while the others wait for it in
-a collective. Here the seed is the test's, nothing is replayed from a database, no clock decides, and after each example
-the ranks exchange the outcome through the group's store.
+Otherwise each rank would draw other examples, and a rank that fails would shrink while the others wait for it in a collective.
+Here all ranks have one seed, nothing is replayed from a database, no deadline applies, and after each example the ranks exchange
+the outcome through the group's store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from pytest_nsa.rank.context import RankContext
 
 _INNER = "_nsa_inner"
-GRACE_S = 3.0  # for the others to come to the end of an example that failed here: they may be stuck without us
+GRACE_S = 3.0  # for the others to finish an example that failed here: they may wait for this rank
 
 
 class ExampleFailed(Exception):
@@ -24,7 +24,7 @@ class ExampleFailed(Exception):
 
 
 class OutOfStep(BaseException):
-    """Another rank did not come to the end of the example: hypothesis must not go on. Carries the failure as its cause."""
+    """Another rank did not finish the example: hypothesis must stop. Carries this rank's failure as its cause."""
 
 
 def is_hypothesis_test(item: pytest.Item) -> bool:
@@ -38,7 +38,7 @@ def _function(item: Any) -> Any:
 
 
 def relax(item: Any) -> None:
-    """No clock may decide on one rank, and on the host hypothesis may not make the ranks' fixtures to look at them."""
+    """Turn off hypothesis' deadline, which one rank may miss, and its health checks, which would make fixtures on the host."""
     import hypothesis
 
     test = _function(item)
@@ -55,7 +55,7 @@ def prepare(ctx: RankContext, item: Any) -> None:
     import torch.distributed as dist
 
     test = _function(item)
-    hypothesis.seed(ctx.job.seed)(test)  # this takes the database out too
+    hypothesis.seed(ctx.job.seed)(test)  # also turns the database off
     relax(item)
     inner = test.hypothesis.inner_test
     inner = getattr(inner, _INNER, inner)  # a reused rank has wrapped it before
@@ -82,7 +82,7 @@ def prepare(ctx: RankContext, item: Any) -> None:
 
 
 def _exchange(store: Any, ctx: RankContext, count: int, error: BaseException | None) -> list[str]:
-    """Return the ranks on which this example failed. Raises OutOfStep when it failed here and the others do not come."""
+    """Return the ranks on which this example failed. Raises OutOfStep if it failed here and another rank does not finish it."""
     ranks = [str(rank) for rank in range(ctx.job.world_size)]
     store.set(f"{count}/{ctx.rank}", "failed" if error is not None else "fine")
     keys = [f"{count}/{rank}" for rank in ranks]
@@ -101,8 +101,8 @@ def _exchange(store: Any, ctx: RankContext, count: int, error: BaseException | N
     return [rank for rank in ranks if store.get(f"{count}/{rank}") == b"failed"]
 
 
-def own_error(call: pytest.CallInfo[Any]) -> bool:
-    """Put this rank's own failure in the place of what only kept the ranks in step. False: it failed elsewhere."""
+def restore_own_error(call: pytest.CallInfo[Any]) -> bool:
+    """Replace the exception that kept the ranks in step by this rank's failure; return False if only other ranks failed."""
     if call.excinfo is None:
         return True
     error = call.excinfo.value

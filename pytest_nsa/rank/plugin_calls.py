@@ -1,4 +1,4 @@
-"""What a test's body calls of plugins that run on the host only: without effect in a rank, or refused."""
+"""Calls from a test's body to plugins that run on the host only: no-ops in a rank, or refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from pytest_nsa.settings import named_plugins
 
 
-def cut_off(config: pytest.Config) -> None:
-    """Once per process, before a test: pytest-dependency's ``depends()`` fails, allure's steps and attachments are not kept."""
+def disable_host_calls(config: pytest.Config) -> None:
+    """Make pytest-dependency's ``depends()`` fail and drop allure's steps and attachments. Once per process, before a test."""
     _, in_ranks = named_plugins(config)
     dependency, allure = sys.modules.get("pytest_dependency"), sys.modules.get("allure_commons")
     if dependency is not None and not in_ranks & {"dependency", "pytest_dependency"}:
@@ -24,7 +24,7 @@ def cut_off(config: pytest.Config) -> None:
 
 
 def _refuse_dependency(*_: Any) -> None:
-    """In the place of a check that skips the test, as no rank has results of other tests."""
+    """Replace the check, which would skip the test: no rank has the results of other tests."""
     pytest.fail(
         "pytest_dependency.depends(): a rank does not know the outcomes of other tests, so it would skip this one: use the mark "
         "dependency(depends=[...]), which the host checks",

@@ -1,4 +1,4 @@
-"""One rank's process: joins its group, leaves evidence from its test's first moment, runs the test, reports that it is done."""
+"""One rank's process: join the group, record evidence from the test's first moment, run the test, report that it is done."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 EXIT_FAILED = 1
-# What DDP, FSDP and optimizers import on first use: a second, and 80 MB that every fork copies the page tables of.
+# What DDP, FSDP and optimizers import on first use. It costs a second, and every fork copies the page tables of 80 MB.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
-SETTLE_S = 0.2  # before ranks that stay are taken for uneven
+SETTLE_S = 0.2  # for the collectives of ranks that stay to complete
 # torch's own time limit must not come before ours: its message names no rank. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
 
 
 def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
-    """Return the most memory that this process has had in its test, in MiB: its own pages, and on its GPU."""
+    """Return this process's peak memory in its test, in MiB: its own pages, and its GPU's."""
     import torch
 
     found = memory.peaks()
@@ -59,7 +59,7 @@ def _folders_of_others(job: Job, rank: int) -> list[Path]:
 
 
 def rehearse() -> None:
-    """Do once, before ranks are forked, what would cost each of them: fill caches, install what stays."""
+    """Do once before ranks are forked what each of them would have to do: fill caches, install handlers."""
     from nsa.trace import board
     from nsa.trace.memory import limit_mib
     from nsa.trace.stall import handlers, thread_errors
@@ -98,13 +98,13 @@ class RankProcess:
         self._group: dist.ProcessGroup | None = None
         self._base_store: dist.Store | None = None
         self._fresh_store: dist.Store | None = None
-        self._groups = 0  # that were formed in place of the first
-        self._wrong: Exception | None = None  # with what a hook gave
+        self._groups = 0  # how many were formed after the first
+        self._hook_error: Exception | None = None  # of pytest_nsa_environment, raised once the job has a folder
         self._coverage_settings = coverage.settings_of_this_process()
         self._had = _late_modules()
 
     def run(self, job: Job | None) -> int:
-        """Until there is nothing more to do; returns the exit code of the last job."""
+        """Run ``job``, or the jobs that are received; return the exit code of the last one."""
         set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
         mask_with(None, None)  # the host masks what a rank has left, once it has read the values of snapshots
         become_subreaper()
@@ -132,7 +132,7 @@ class RankProcess:
             self.control.send(**message)
 
     def _next_job(self) -> Job | None:
-        """Return the next one; None when the zygote has gone."""
+        """Return the next job; None once the zygote has ended."""
         while self.control is not None and not self.control.closed:
             for message in self.control.receive(None):
                 if "job" in message:  # else a late answer to a request that was given up
@@ -140,9 +140,9 @@ class RankProcess:
         return None
 
     def _run(self, job: Job) -> int:
-        """Run one job; returns its exit code. Everything is left in the rank's folder."""
+        """Run one job; return its exit code. All evidence goes to the rank's folder."""
         folder = job.rank_folder(self.number)
-        folder.mkdir(exist_ok=True)  # of ranks of another machine the monitor makes none
+        folder.mkdir(exist_ok=True)  # a host makes no folder for ranks of another machine
         _redirect_output(folder)
         self._arm_stack_dumps(folder)
 
@@ -176,8 +176,8 @@ class RankProcess:
         measuring = coverage.start(self._coverage_settings)
         names: Mapping[str, Any] = {}
         try:
-            if self._wrong is not None:
-                raise self._wrong
+            if self._hook_error is not None:
+                raise self._hook_error
             run = replay.prepare(job, self.items)
             names = run.names
             session.board.text("line", run.place)
@@ -216,7 +216,7 @@ class RankProcess:
         return 0 if passed else EXIT_FAILED
 
     def _set_environment(self) -> None:
-        """The launcher's variables, before anything reads them; and change, and report, what would take a rank down."""
+        """Set a launcher's variables before anything reads them; change, and report, a debug level that would break a rank."""
         n, number = str(self.spec.world_size), str(self.number)
         variables = {"RANK": number, "WORLD_SIZE": n, "OMP_NUM_THREADS": "1"}
         if self.spec.only < 0:  # else the outer launcher has set them
@@ -228,7 +228,7 @@ class RankProcess:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
             os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
-        mark_as_traced()  # its tracers are its test's; a job that the test starts is its own launch
+        mark_as_traced()  # this rank is traced already; a job that its test starts is another launch
         self.notes = []
         self._add_environment()
         for name, value in self.spec.environment.items():
@@ -240,7 +240,7 @@ class RankProcess:
             os.environ[VARIABLE] = "INFO"  # DDP's errors then name parameters, not indices
 
     def _add_environment(self) -> None:
-        """A repository's own variables, by its hook; what is wrong with them is raised once the rank has a place for it."""
+        """Set the variables of the hook pytest_nsa_environment; keep its error until the job has a folder."""
         config = self._config
         if config is None or not config.hook.pytest_nsa_environment.get_hookimpls():
             return
@@ -252,10 +252,10 @@ class RankProcess:
                 raise ValueError(f"{', '.join(sorted(fixed))}: the plugin numbers the ranks; leave it out")
             os.environ.update(variables)
         except Exception as error:  # a conftest's own
-            self._wrong = RuntimeError(f"pytest_nsa_environment: {type(error).__name__}: {error}")
+            self._hook_error = RuntimeError(f"pytest_nsa_environment: {type(error).__name__}: {error}")
 
     def _join(self, *, forked_ahead: bool = False, again: bool = False) -> None:
-        """Choose the device and form the group, once; ``again``: form another in place of the one that the last test had.
+        """Choose the device and form the group, once. ``again``: replace the group of the last test by a new one.
 
         Raises RuntimeError where there is no GPU to use.
         """
@@ -288,7 +288,7 @@ class RankProcess:
             return
         store = self._base_store = self._store()
         self._init_group(store)
-        # A rank with a short test may be gone before another has joined; of those forked ahead the zygote waits for all.
+        # A rank with a short test could end before another has joined; for ranks forked ahead the zygote waits for all.
         if not forked_ahead:
             store.set(f"joined-{self.number}", "1")
             store.wait([f"joined-{rank}" for rank in range(self.spec.world_size)], GROUP_TIMEOUT)
@@ -326,7 +326,7 @@ class RankProcess:
         return dist.FileStore(str(self.store), self.spec.world_size)
 
     def _arm_stack_dumps(self, folder: Path) -> None:
-        """faulthandler in C, so that it answers while C++ holds the GIL; one file per rank that stays open."""
+        """Register faulthandler, a C handler that runs while C++ holds the GIL; its files stay open."""
         stacks, fatal = open_to_append(folder / "stacks.txt"), open_to_append(folder / "fatal.txt")
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
         faulthandler.register(DUMP_MAIN_SIGNAL, file=stacks, all_threads=False, chain=False)
@@ -337,7 +337,7 @@ class RankProcess:
 
 
 def _redirect_output(folder: Path) -> None:
-    """File descriptors 1 and 2 go to this rank's output.log; standard input is empty."""
+    """Redirect file descriptors 1 and 2 to this rank's output.log; make standard input empty."""
     null = os.open(os.devnull, os.O_RDONLY)
     log = open_to_append(folder / "output.log")
     os.dup2(null, 0)
@@ -348,12 +348,12 @@ def _redirect_output(folder: Path) -> None:
 
 
 class TraceLog(logging.Handler):
-    """Send what the tracers log, through the logger ``nsa.trace``, to the output and to ``traces.log`` as it comes."""
+    """Writes what the tracers log, through the logger ``nsa.trace``, to the output and to ``traces.log`` at once."""
 
     folder: Path
 
     def emit(self, entry: logging.LogRecord) -> None:
-        """One line to both."""
+        """Write one line to both."""
         line = self.format(entry) + "\n"
         if sys.__stdout__ is not None:
             sys.__stdout__.write(line)
@@ -368,7 +368,7 @@ trace_log.setFormatter(logging.Formatter("%(message)s"))
 
 
 def listen_to_traces() -> None:
-    """Take the logger over, once a process or before it is forked."""
+    """Add the handler to the logger ``nsa.trace``, once per process or before the fork."""
     log = logging.getLogger("nsa.trace")
     if trace_log not in log.handlers:
         log.setLevel(logging.INFO)

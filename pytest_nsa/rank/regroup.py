@@ -1,4 +1,4 @@
-"""Groups after a rank's first: those that a test makes itself, by env://, and a fresh one for each test on shared ranks."""
+"""Groups after a rank's first: those that a test makes itself, by env://, and a new one per test on reused ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def set_first(ports: Sequence[int]) -> None:
 
 
 def change_after_each(ports: Sequence[int]) -> None:
-    """From now on MASTER_PORT names the next of ``ports`` for each group after the first that all ranks have met for.
+    """Let MASTER_PORT name the next of ``ports`` for each group after the first that all ranks have formed.
 
-    A group that is destroyed and made again on one port races with itself: a rank that is ahead connects to the old group's
-    store, which rank 0 is about to close. A port that the test has set itself is left alone.
+    A group that is destroyed and made again on one port is a race: a rank that is ahead connects to the old group's store, which
+    rank 0 is about to close. A port that the test itself has set is not changed.
     """
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
@@ -42,17 +42,14 @@ def change_after_each(ports: Sequence[int]) -> None:
             os.environ[PORT] = str(ports[met % len(ports)])
             mark_as_traced()
         for found in meet(url, *args, **kwargs):
-            met += 1  # the store has counted all ranks, so that they count alike
+            met += 1  # the store has waited for all ranks, so this number is equal on all
             yield found
 
     handlers["env"] = meet_on_another
 
 
 def meeting_store(rank: int, ports: Sequence[int]) -> dist.Store | None:
-    """Return a store that rank 0 serves on the last of ``ports``: it answers in a tenth of the time that the zygote's takes.
-
-    None where no port is held.
-    """
+    """Return a store that rank 0 serves on the last of ``ports``, ten times as fast as the zygote's; None without ports."""
     if not ports:
         return None
     import torch.distributed as dist
@@ -66,7 +63,7 @@ _left: list[object] = []
 
 def leave_group() -> None:
     """Forget the default group, if there is one. Its connections stay open until this process ends: gloo takes 20 ms to close them,
-    and holds the GIL in that time. The host bounds how many there come to be (`pytest_nsa.session.runner`).
+    and holds the GIL in that time. The host bounds their number (`pytest_nsa.session.runner`).
     """
     import torch
     import torch.distributed as dist

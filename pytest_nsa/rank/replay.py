@@ -24,15 +24,15 @@ from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext
 from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
-from pytest_nsa.rank.plugin_calls import cut_off
+from pytest_nsa.rank.plugin_calls import disable_host_calls
 from pytest_nsa.rank.snapshots import carry_snapshots, unwritten_inline_snapshots
 from pytest_nsa.rank.spare_files import SpareFiles
 from pytest_nsa.system.disk_space import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
-# Those of pytest's own plugins that use the terminal, or would take faulthandler from the rank; others are in `host_plugins`.
-PYTEST_S_OWN = ("terminalreporter", "terminalprogress-plugin", "faulthandler", "pdbinvoke", "pdbtrace")
+# Plugins of pytest itself that use the terminal, or would take faulthandler from the rank; others are in `host_plugins`.
+REMOVED_PLUGINS = ("terminalreporter", "terminalprogress-plugin", "faulthandler", "pdbinvoke", "pdbtrace")
 _RECORDER = "nsa-rank-recorder"
 _kept_alive: list[object] = []
 
@@ -50,7 +50,7 @@ class Run:
 
 
 def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
-    """Return what the ranks will run. Raises LookupError with a sentence when the zygote does not have it."""
+    """Return what the ranks will run. Raises LookupError with a sentence if this process cannot find it."""
     if job.function:
         module_name, _, name = job.function.partition(":")
         module = sys.modules.get(module_name)
@@ -102,13 +102,13 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
     if lockstep.is_hypothesis_test(item):
         lockstep.prepare(ctx, item)
     take_host_values(item, ctx.job.values)
-    # The whole protocol, not its three phases alone: assertion messages and warning filters hang on it.
+    # The whole protocol, not only its three phases: assertion messages and warning filters are set up by it.
     item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     return recorder.passed
 
 
 def make_ranks_config(config: pytest.Config) -> None:
-    """Once, best before ranks are forked: no capture by pytest, no hooks that are the host's, and our recorder."""
+    """Prepare the configuration for ranks, once, best before they are forked: no capture, no host hooks, our recorder."""
     if config.pluginmanager.hasplugin(_RECORDER):
         return
     capture = config.pluginmanager.getplugin("capturemanager")
@@ -124,9 +124,9 @@ def make_ranks_config(config: pytest.Config) -> None:
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     debugger.install()
     carry_snapshots(config)
-    cut_off(config)
+    disable_host_calls(config)
     config.option.runxfail = True  # the host applies xfail to the test as a whole
-    for name in PYTEST_S_OWN:
+    for name in REMOVED_PLUGINS:
         config.pluginmanager.unregister(name=name)
     remove_hooks(config)
     config.pluginmanager.register(SilentTerminal(), "terminalreporter")
@@ -134,7 +134,7 @@ def make_ranks_config(config: pytest.Config) -> None:
 
 
 def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
-    """tmp_path is the same folder on all ranks; numbering it, as pytest does, would race between them."""
+    """Make tmp_path the same folder on all ranks, without pytest's numbering, in which ranks would race."""
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
     factory._basetemp = base
     factory._retention_policy = "all"  # no rank may delete what another still uses
@@ -147,8 +147,8 @@ def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
     factory.mktemp = mktemp
 
 
-def _torch_s_skip(error: BaseException) -> str:
-    """Return why torch's own decorators skip a test (skip_if_lt_x_gpu, requires_nccl, ...): they exit with their own code."""
+def _torch_skip_reason(error: BaseException) -> str:
+    """Return why torch's decorators skip a test (skip_if_lt_x_gpu, requires_nccl, ...): they raise SystemExit with a known code."""
     module = sys.modules.get("torch.testing._internal.common_distributed")
     skips = getattr(module, "TEST_SKIPS", {}) if isinstance(error, SystemExit) else {}
     return next((str(skip.message) for skip in skips.values() if skip.exit_code == error.code), "")  # type: ignore[attr-defined]
@@ -177,38 +177,38 @@ def _first_named(item: pytest.Item, text: str) -> traceback.FrameSummary | None:
 
 
 class SilentTerminal:
-    """In the terminal reporter's place: pytest before 9 explains comparisons by its writer."""
+    """Replaces the terminal reporter: pytest before 9 needs its writer to explain comparisons."""
 
     def __init__(self) -> None:
         self._tw = TerminalWriter(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  as long as the rank lives
 
 
 class RankRecorder:
-    """Writes down each exception and report of the test the moment it is known, before teardown can hang."""
+    """Records each exception and report of the test at once, before teardown can hang."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.ctx: RankContext
         self._is_begun = False
         self._spare = SpareFiles()
-        _suite_properties(config)  # makes what keeps them, before ranks are forked
+        _suite_properties(config)  # makes the JUnit log that keeps them, before ranks are forked
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_unconfigure(self, config: pytest.Config) -> None:
-        """Forget what keeps properties: it is no plugin, which pytest's own would unregister."""
+        """Forget the log that keeps properties: pytest would unregister it as a plugin, which it is not."""
         log = config.stash.get(xml_key, None)
         if log is not None and not config.pluginmanager.is_registered(log):
             del config.stash[xml_key]
 
     def begin(self, ctx: RankContext) -> None:
-        """Another test."""
+        """Reset for a test."""
         self.ctx, self._is_begun = ctx, True
         self._outcomes: set[str] = set()
         self._spare.hold()
         self._suite_properties = len(_suite_properties(self.config))
 
     def _new_suite_properties(self) -> list[tuple[str, str]]:
-        """Return what `record_testsuite_property` was given since the last report: it goes into this process's JUnit log."""
+        """Return the properties that `record_testsuite_property` has added to this process's JUnit log since the last report."""
         new = _suite_properties(self.config)[self._suite_properties :]
         self._suite_properties += len(new)
         return [(str(name), str(value)) for name, value in new]
@@ -233,10 +233,10 @@ class RankRecorder:
         raised = call.excinfo
         if raised is not None or call.when != "setup":
             self._spare.make_room()
-        report = yield  # in which pytest takes over what a TestCase has caught, and plugins fail a test for what they collected
-        if call.excinfo is not None and lockstep.own_error(call):
+        report = yield  # pytest sets the exception that a TestCase caught; plugins fail a test for the failures they collected
+        if call.excinfo is not None and lockstep.restore_own_error(call):
             error = call.excinfo.value
-            reason = _torch_s_skip(error)
+            reason = _torch_skip_reason(error)
             if reason:
                 record(self.ctx.folder, event="skipped", reason=reason, **origin(error))
                 path, line, _ = item.reportinfo()
@@ -246,7 +246,7 @@ class RankRecorder:
             elif isinstance(error, pytest.xfail.Exception):
                 record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
             else:
-                # What a plugin fails a test for is at the test, not in the plugin.
+                # A failure that a plugin sets is located at the test, not in the plugin.
                 is_collected = call.excinfo is not raised
                 if is_collected:
                     error = error.with_traceback(None)
@@ -260,7 +260,7 @@ class RankRecorder:
         text = cut(str(report.longreprtext))
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         if data is not None:
-            # The text is all that anybody reads of a failure; pytest's own form of it can be as long as the error.
+            # Only the text of a failure is read; pytest's own form of it can be as long as the error.
             data["longrepr"] = None
             entry = {"text": text, "report": data, "of_the_suite": self._new_suite_properties()}
             with where_there_is_room():

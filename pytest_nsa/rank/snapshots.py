@@ -1,4 +1,4 @@
-"""Snapshots that a rank compares with: syrupy's are written down for the host, which keeps them; inline-snapshot's are refused."""
+"""Snapshots that a rank compares with: syrupy's are recorded for the host, which writes them; inline-snapshot's are refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pytest_nsa.rank.context import current_rank
 from pytest_nsa.wire.files import LARGEST as LARGEST_FILE
 from pytest_nsa.wire.files import append_line
 
-LARGEST = LARGEST_FILE // 2  # bytes that a test's rank hands over: all of them are read
+LARGEST = LARGEST_FILE // 2  # bytes of snapshots per rank and test: the host reads the whole file
 
 
 def carry_snapshots(config: pytest.Config) -> None:
-    """Write each comparison with a snapshot of syrupy's to ``snapshots.jsonl`` as it is made; leave its files to the host.
+    """Write each comparison with a syrupy snapshot to ``snapshots.jsonl`` at once; the host writes syrupy's files.
 
-    The host's session knows then what is in use also of a rank that hangs later.
+    So the host knows which snapshots are used even if a rank hangs later.
     """
     comparison: Any = getattr(sys.modules.get("syrupy.assertion"), "SnapshotAssertion", None)
     compare = getattr(comparison, "_assert", None)
@@ -28,7 +28,7 @@ def carry_snapshots(config: pytest.Config) -> None:
 
     def compare_and_record(self: Any, data: Any) -> bool:
         index, extension = self.index, self.extension
-        extension.write_immediately = False  # versions that know it would write from each rank
+        extension.write_immediately = False  # versions that have it would write from each rank
         passed: bool = compare(self, data)
         rank = current_rank()
         if rank is not None:
@@ -48,7 +48,7 @@ def _fail(name: str, problem: str) -> NoReturn:
 
 
 def _snapshot(result: Any, index: int | str, extension: type) -> Snapshot:
-    """Return a comparison of syrupy's as a record. Fails the test where the host could not do with it what syrupy does."""
+    """Return a comparison of syrupy as a record. Fails the test if the host cannot load the extension."""
     value = result.asserted_data if result.created or result.updated else None
     if "<locals>" in extension.__qualname__:
         _fail(
@@ -69,10 +69,10 @@ def _snapshot(result: Any, index: int | str, extension: type) -> Snapshot:
 
 
 def unwritten_inline_snapshots() -> str:
-    """Return, after a test's body, why it fails by inline-snapshot; '' where each snapshot() has the value of its comparison.
+    """Return, after a test's body, the error for snapshot() calls without the right value; '' without any.
 
-    Values are written into the source at the end of the host's session, which does not know a rank's. The plugin's own message
-    promises them, so its counts are set back.
+    inline-snapshot writes values into the source at the end of the host's session, which does not know a rank's values. Its own
+    message promises that they are written, so its counts are reset.
     """
     module = sys.modules.get("inline_snapshot._global_state")
     if module is None:

@@ -1,4 +1,4 @@
-"""Descriptors that a rank holds while its test runs: what reports it is still written where the test has used up all others."""
+"""File descriptors that a rank reserves, so that its reports can be written even if the test has used up all others."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ COUNT = 4
 
 
 class SpareFiles:
-    """Held while a process lives: descriptors of one file in memory."""
+    """Reserved descriptors, all of one file in memory."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
         self._inode = 0
 
     def hold(self) -> None:
-        """Take them, where none are held; as many as there are, at most COUNT."""
+        """Reserve `COUNT` descriptors, or fewer if there are not so many; no-op if they are reserved."""
         if self._held:
             return
         with contextlib.suppress(OSError):
@@ -26,7 +26,7 @@ class SpareFiles:
                 self._held.append(os.dup(self._held[0]))
 
     def make_room(self) -> None:
-        """Close them if no descriptor is free; but not what the test has closed, and perhaps opened as another file."""
+        """Close them if no other descriptor is free, except those that the test has closed and opened as another file."""
         if not self._held:
             return
         try:

@@ -1,4 +1,4 @@
-"""The store in which a worker group's ranks find each other: kept by the zygote, reached through each rank's own socket pair.
+"""The store through which the ranks of a worker group meet: the zygote keeps it, each rank reaches it by a socket pair.
 
 torch's FileStore polls a file every 10 ms, which is half of what it costs to form a group of two; its TCPStore listens on a
 port that any user of the machine can reach. No other process holds a socket pair.
@@ -18,9 +18,10 @@ _FOREVER = timedelta(days=1)
 
 
 class ChannelStore(dist.Store):
-    """The rank's side, as torch's C++ calls it. One request at a time: right for gloo: its main thread alone sends requests.
+    """The rank's side of the store, as torch's C++ calls it. It sends one request at a time, which suits gloo: only its main thread
+    sends requests.
 
-    Raises DistStoreError when a key does not come in time or the zygote has gone.
+    Raises DistStoreError if a key is not set in time or the zygote has ended.
     """
 
     def __init__(self, control: Channel) -> None:
@@ -37,7 +38,7 @@ class ChannelStore(dist.Store):
             while not self._control.closed:
                 replies = self._control.receive((timeout or self._timeout).total_seconds())
                 for reply in replies:
-                    if reply.get("id") == self._count:  # an older one is of a request that was given up
+                    if reply.get("id") == self._count:  # an older reply belongs to a request that timed out
                         return reply["value"]
                 if not replies and not self._control.closed:
                     raise dist.DistStoreError(f"store {call}: timed out waiting for {arguments}")
@@ -49,15 +50,15 @@ class ChannelStore(dist.Store):
         self._query("set", key=key, value=data.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
-        """Return the value, once there is one."""
+        """Wait for the value and return it."""
         return self._query("get", key=key).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:
-        """Count up; returns the new value."""
+        """Add ``amount`` to a counter; return the new value."""
         return self._query("add", key=key, amount=amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store ``desired`` where the value is ``expected``; returns the value that is stored now."""
+        """Store ``desired`` if the value is ``expected``; return the stored value."""
         old, new = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
         return self._query(
             "compare_set", key=key, expected=old.decode("latin-1"), desired=new.decode("latin-1")
@@ -72,7 +73,7 @@ class ChannelStore(dist.Store):
         self._query("wait", timeout=timeout, keys=list(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; return whether it existed."""
         return self._query("delete", key=key)
 
     def num_keys(self) -> int:
@@ -82,11 +83,11 @@ class ChannelStore(dist.Store):
     deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them
 
     def clone(self) -> ChannelStore:
-        """Itself: a second connection would be to the same socket."""
+        """Return this store: a second connection would use the same socket."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For `get`, and for `wait` without its own time."""
+        """Set how long `get`, and `wait` without its own time, wait."""
         self._timeout = timeout
 
     @property

@@ -1,4 +1,4 @@
-"""The table of collectives: a row per rank, a column per number; where ranks part, the hole or the mismatch is marked."""
+"""The table of collectives: a row per rank, a column per number; a missing or differing call is marked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def columns_of(evidence: Evidence) -> dict[str, dict[int, Column]]:
 
 
 def is_whole(column: Column) -> bool:
-    """Whether all ranks of the group entered it, with what must be equal."""
+    """Return whether all ranks of the group made the call, with equal operation and arguments."""
     first = next(iter(column.values()))
     return len(column) >= first.size and len({c.shape for c in column.values()}) == 1
 
@@ -50,7 +50,7 @@ def _table(evidence: Evidence, group: str, columns: dict[int, Column]) -> Markup
     for rank in members:
         row = [_cell(columns[n], rank) for n in numbers]
         key = tuple(str(cell) for cell in row)
-        rows.setdefault(key, []).append(rank)  # equal rows once: of 64 ranks there are two or three
+        rows.setdefault(key, []).append(rank)  # equal rows once: 64 ranks have two or three different ones
         cells[key] = row
     head = tag("tr", tag("th", "rank", scope="col"), *(tag("th", f"#{n}", scope="col") for n in numbers))
     body = [
@@ -86,7 +86,7 @@ def _usual(column: Column) -> Collective:
 
 
 def waits_for(evidence: Evidence) -> dict[int, set[int]]:
-    """Return by rank for which others it waits: those of the group of the call that it is in that have not entered that call."""
+    """Return, by rank, the ranks that it waits for: members of the group of its call that have not entered this call."""
     groups = columns_of(evidence)
     found: dict[int, set[int]] = {}
     for rank in evidence.ranks:

@@ -1,7 +1,7 @@
-"""Two runs compared: outcomes, causes, time of a step, memory, loss, gradients. What differs, and whether it is worse.
+"""Compare two runs: outcomes, causes, time per step, memory, loss, gradients; report what differs, and whether it is worse.
 
-A difference in time or memory counts beyond the noise: what steps of a run, and repeats of a run, differ by among themselves.
-Where many tests are slower by the same factor it is the machine's, and taken out.
+A difference in time or memory counts if it exceeds the noise: the differences between the steps of a run, and between repeats of
+it. A factor by which many tests are slower is attributed to the machine and divided out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pytest_nsa.report.plain import cell, code, inline, markdown
 
 Kind = Literal["worse", "better", "changed"]
 SLOWER = 0.15  # of a step's time, at least
-FEW_STEPS = 8  # fewer are no measure
+FEW_STEPS = 8  # fewer steps are not compared
 HEAVIER, HEAVIER_MIB = 0.15, 16.0
 LOSS = 0.01  # relative
-FEW_TESTS = 4  # with steps, from which on a common factor is the machine's
+FEW_TESTS = 4  # from so many tests with steps on, a common factor is the machine's
 
 _TIMES = {"step_ms", "step_ms_low", "step_ms_high"}
 
@@ -29,7 +29,7 @@ Run = Mapping[str, Verdict]  # by scenario or test
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of one test: what differs, the values, and whether the new one is worse."""
+    """A difference in one test: what differs, the values, and whether the new one is worse."""
 
     test: str
     what: str
@@ -39,7 +39,7 @@ class Difference:
 
 
 def compare(base: Sequence[Run], new: Sequence[Run]) -> list[Difference]:
-    """Return what differs between two runs, the worse first; further runs of each side are its repeats."""
+    """Return what differs between two runs, what is worse first. ``base`` and ``new``: a run, then its repeats."""
     drift = _drift(base, new)
     found: list[Difference] = []
     for test in dict.fromkeys([*base[0], *new[0]]):
@@ -81,7 +81,7 @@ def _of_figures(test: str, a: list[dict[str, float]], b: list[dict[str, float]],
     time = _of_times(test, a, b, drift)
     if time is not None:
         yield time
-    for name in ("added_mib", "peak_gpu_mib"):  # peak_mib has what a fork inherits, which is its parent's
+    for name in ("added_mib", "peak_gpu_mib"):  # peak_mib includes memory inherited by the fork
         x, y = _middle(a, name), _middle(b, name)
         if x is not None and y is not None and abs(y - x) > max(HEAVIER * x, HEAVIER_MIB, _noise(name, a, b)):
             yield Difference(test=test, what=name, base=f"{x:.0f}", new=f"{y:.0f}", kind="worse" if y > x else "better")
@@ -119,7 +119,7 @@ def _of_times(test: str, a: list[dict[str, float]], b: list[dict[str, float]], d
 
 
 def _drift(base: Sequence[Run], new: Sequence[Run]) -> float:
-    """Return by what factor the new run's machine was slower: the median over tests, where there are enough."""
+    """Return the factor by which the new run's machine was slower: the median over tests; 1 for fewer than `FEW_TESTS`."""
     ratios = []
     for test in set(base[0]) & set(new[0]):
         sides = [[run[test].figures for run in side if test in run] for side in (base, new)]
@@ -152,7 +152,7 @@ def _cause(v: Verdict) -> str:
 
 
 def _function(v: Verdict) -> str:
-    """Of the location: its line moves with every edit."""
+    """Return the function of the location: its line changes with every edit."""
     return v.where.rpartition(" in ")[2]
 
 
@@ -161,7 +161,7 @@ def _few(names: list[str]) -> str:
 
 
 def as_markdown(found: list[Difference], names: tuple[str, str], tests: int) -> str:
-    """Return the table, for a terminal or a pull request."""
+    """Return the differences as Markdown, for a terminal or a pull request."""
     out = [markdown(sentence(found, names, tests)), ""]
     if found:
         out += ["| test | what | before | now | |", "| --- | --- | --- | --- | --- |"]
@@ -184,7 +184,7 @@ def sentence(found: list[Difference], names: tuple[str, str], tests: int) -> str
 
 
 def as_html(found: list[Difference], names: tuple[str, str], tests: int, style: str) -> str:
-    """Return the same as a page."""
+    """Return the differences as an HTML page."""
     colour = {"worse": "FAIL", "better": "PASS", "changed": "SLOW"}
     rows = [
         tag(

@@ -1,4 +1,4 @@
-"""A training's figures as small pictures: loss, gates, selection, memory; from the files that lie in a folder, if any do."""
+"""A training's figures as small pictures: loss, gates, selection, memory; read from the files in a folder."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Series = dict[str, list[tuple[float, float]]]
 WIDTH, HEIGHT, MARGIN = 420, 170, 44
 COLOURS = ("--forward", "--backward", "--optimizer", "--data")
 DUMP = 4 << 20  # bytes of a dump of memory
-FEWEST = 10  # steps of a curve: two look like a trend
-POINTS = 400  # that are drawn of a curve
+FEWEST = 10  # steps of a curve: fewer suggest a trend that is none
+POINTS = 400  # drawn per curve, at most
 
 
 def curves(folder: Path) -> Markup:
-    """SVG pictures of what ``folder`` has, in a row; '' where it has none of it."""
+    """Return a row of SVG pictures of the figures that ``folder`` has; '' without any."""
     pictures = [_picture(title, unit, series) for title, unit, read in _FIGURES if (series := _read(read, folder))]
     return Markup(f'<div class="curves">{"".join(pictures)}</div>' if pictures else "")
 
 
 def _read(read: Callable[[Path], Series], folder: Path) -> Series:
-    """Curves over at least `FEWEST` steps, all of them numbers; none of a file that is foreign or torn."""
+    """Return the curves that have numbers over at least `FEWEST` steps; {} if a file cannot be read."""
     try:
         found = read(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error):
@@ -57,7 +57,7 @@ def _gates(folder: Path) -> Series:
 
 
 def _selection(folder: Path) -> Series:
-    """Mean over the layers of how far back the selected blocks lie, and of the entropy of that."""
+    """Return the distance of the selected blocks, and its entropy, each as the mean over the layers."""
     found: dict[str, dict[float, list[float]]] = {"distance": defaultdict(list), "entropy": defaultdict(list)}
     for path in sorted(folder.glob("k_stats*.csv")):
         for row in csv.DictReader(read_text(path).splitlines()):

@@ -1,4 +1,4 @@
-"""The tree of a decision, drawn: a question per box, its exits below it, and the way that was taken; for SUMMARY.md in Mermaid."""
+"""The tree of a decision as a drawing: a box per question, its exits below it, the path taken; for SUMMARY.md in Mermaid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 30  # questions that are drawn
 
 
 def way(decision: Decision) -> Markup | None:
-    """Return the drawing: the whole tree where the decision has one, else the questions that were asked; None without any."""
+    """Return the drawing: the whole tree if the decision has one, else the questions of its path; None without any."""
     if not decision.path:
         return None
     drawing = _Drawing()
@@ -43,7 +43,7 @@ def way(decision: Decision) -> Markup | None:
 
 
 def mermaid(decision: Decision) -> list[str]:
-    """Return the same tree as lines of a Mermaid flowchart, which forges draw; [] where the decision has no tree."""
+    """Return the tree as lines of a Mermaid flowchart, which GitHub and GitLab draw; [] if the decision has no tree."""
     if not decision.tree:
         return []
     lines = ["flowchart TD"]
@@ -62,7 +62,7 @@ def mermaid(decision: Decision) -> list[str]:
 
 
 class _Question(NamedTuple):
-    """A question, its exits, its answer (None where it was not asked), and the steps of the way that lie behind it."""
+    """A question, its exits, its answer (None if it was not asked), and the further steps of the path until the next question."""
 
     text: str
     exits: tuple[str, ...]
@@ -71,7 +71,7 @@ class _Question(NamedTuple):
 
 
 def _questions(decision: Decision) -> list[_Question]:
-    """Return the questions of the tree, else those of the way; at most `MOST`."""
+    """Return the questions of the tree, else those of the path; at most `MOST`."""
     steps = [_split(step) for step in decision.path]
     if not decision.tree:
         return [_Question(question, (), answer, []) for question, answer in steps[:MOST]]
@@ -88,25 +88,25 @@ def _questions(decision: Decision) -> list[_Question]:
 
 
 def _split(step: str) -> tuple[str, str]:
-    """('does one branch fail?', 'yes: branch_sel_only')."""
+    """Return question and answer: ('does one branch fail?', 'yes: branch_sel_only')."""
     question, mark, answer = step.partition("? ")
     return (f"{question}?", answer) if mark else (step, "")
 
 
 def _quoted(text: str) -> str:
-    """As Mermaid's quoted text: without its mark-up or HTML's."""
+    """Return text in Mermaid's quotes, without characters that are markup in Mermaid or HTML."""
     return '"' + re.sub(r'["<>`#&]', "'", visible(" ".join(text.split()))) + '"'
 
 
 class _Drawing:
-    """What is drawn so far, and where the next thing goes."""
+    """The parts drawn so far, and the y coordinate of the next one."""
 
     def __init__(self) -> None:
         self.parts: list[Markup] = []
         self.y = 4
 
     def box(self, text: str, kind: str) -> None:
-        """A box with text, over the whole width."""
+        """Draw a box with text, over the whole width."""
         lines = textwrap.wrap(text, LETTERS)[:4] or [""]
         height = len(lines) * LINE + MARGIN
         self.parts.append(tag("rect", x=2, y=self.y, width=WIDTH - 4, height=height, rx=6, class_=kind))
@@ -114,18 +114,18 @@ class _Drawing:
         self.y += height
 
     def exit(self, text: str, kind: str) -> None:
-        """An exit of the question above: an elbow, and what it leads to."""
+        """Draw an exit of the question above: an elbow, and what it leads to."""
         self.parts.append(tag("path", d=f"M18 {self.y} v13 h14", class_=kind))
         self.line(text, kind)
 
     def line(self, text: str, kind: str) -> None:
-        """A line of text below what is there; long text takes several."""
+        """Draw a line of text below the last part; long text takes several lines."""
         lines = textwrap.wrap(text, LETTERS)[:3] or [""]
         self._text(lines, 38, self.y + 17, kind)
         self.y += len(lines) * LINE + 3
 
     def arrow(self, answer: str | None) -> None:
-        """The way to the next question, with the answer that leads there; faint where it was not taken."""
+        """Draw the arrow to the next question, with the answer that leads there; faint if it was not taken."""
         kind = "answer" if answer is not None else "answer unasked"
         stroke = "var(--ink)" if answer is not None else "var(--line)"
         x = WIDTH // 2
@@ -134,7 +134,7 @@ class _Drawing:
         self.y += GAP
 
     def svg(self, label: str) -> Markup:
-        """All of it."""
+        """Return the whole drawing."""
         arrow = tag("path", d="M0 0 L7 3.5 L0 7 z", fill="var(--ink)")
         marker = tag("marker", arrow, id="way", markerWidth=7, markerHeight=7, refX=6, refY=3.5, orient="auto")
         box = f"0 0 {WIDTH} {self.y + 4}"

@@ -1,4 +1,4 @@
-"""A failure on the page: what, who and where; the source with the line; stacks, collectives and lanes of all ranks."""
+"""A failure in report.html: cause, ranks and line; the source around the line; stacks, collectives and lanes of all ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pytest_nsa.wire import masking
 
 CONTEXT = 4  # lines of source on either side
 SHOWN_FACTS = 12
-MOMENTS = 40  # of a rank that the slider knows
-MANY = 16  # ranks, from which on it knows fewer
+MOMENTS = 40  # per rank on the slider
+MANY = 16  # from so many ranks on, a quarter of them
 OUTPUTS = 8  # ranks with output on the page: culprits first
 
 
@@ -58,12 +58,12 @@ def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = N
 
 
 def anchor(entry: Entry) -> str:
-    """Return the section's id: no test's folder has the name of another part of the page."""
+    """Return the section's id, with a prefix, so that it equals no other id of the page."""
     return f"test-{entry.folder}"
 
 
 def outcome_tag(v: Verdict) -> Markup:
-    """The outcome's word, in its colour."""
+    """Return the outcome in its colour."""
     return tag("span", v.outcome, class_="tag", style=f"color:var(--{v.outcome})")
 
 
@@ -95,7 +95,7 @@ def source(evidence: Evidence, where: str) -> Markup | None:
     names = (
         match["file"],
         f"{evidence.job.root.rstrip('/')}/{match['file']}",
-    )  # a verdict's are relative to the tests' root
+    )  # a verdict's path is relative to the tests' root
     found = next((s for s in evidence.sources.snippets if s.file in names and s.first <= line <= s.last), None)
     if found is None:
         return None
@@ -132,7 +132,7 @@ def _facts(v: Verdict) -> Iterator[Markup]:
 
 
 def _memory(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
-    """The memory of the culprits as they stalled: whether it is about memory at all."""
+    """Yield the memory of the culprits at the stall."""
     found = [(r.rank, r.process["rss_mib"]) for r in evidence.ranks if r.rank in v.ranks and "rss_mib" in r.process]
     if found:
         yield tag("dt", "memory")
@@ -140,7 +140,7 @@ def _memory(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
 
 
 def _seen(evidence: Evidence, v: Verdict) -> list[Markup]:
-    """Where no stack was left: the lines that boards have, and what ranks raised, equal ones once."""
+    """Return, if there is no stack, the lines on the boards and the exceptions of the ranks, equal ones once."""
     places: dict[str, list[int]] = {}
     for rank in evidence.ranks:
         for error in rank.exceptions[:1]:
@@ -184,7 +184,7 @@ def _outputs(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
 
 
 def _slider(evidence: Evidence) -> Markup:
-    """A time slider: the state of each rank at that moment. What it knows is in the page, as JSON."""
+    """Return a time slider that shows the state of each rank at a moment; its data is in the page, as JSON."""
     axis = axis_of(evidence)
     most = MOMENTS if len(evidence.ranks) < MANY else MOMENTS // 4
     moments: dict[int, list[tuple[float, str]]] = {}
@@ -212,7 +212,7 @@ def _slider(evidence: Evidence) -> Markup:
 
 
 def _json(value: object) -> Markup:
-    """JSON that may be in a script element: nothing in it can end that."""
+    """Return JSON for a script element, escaped so that nothing in it can end the element."""
     return Markup(
         json.dumps(masking.value(value), separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
     )

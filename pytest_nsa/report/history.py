@@ -1,4 +1,4 @@
-"""The runs that are kept, test by test: which became flaky, which slower, which fail since when."""
+"""The kept runs, test by test: which tests became flaky or slower, and since when a test fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.report.compare import FEW_STEPS, SLOWER, Run
 
-LAST = 5  # runs that are looked at for a flake
+LAST = 5  # earlier runs that a test needs, to be called slower
 SLOW_S = 1.0
 
 
@@ -23,7 +23,7 @@ class Past:
 
 
 def history(runs: Sequence[tuple[str, Run]]) -> list[Past]:
-    """Return the tests that have a remark; ``runs`` are (name, verdicts), oldest first."""
+    """Return the tests about which there is something to report; ``runs`` are (name, verdicts), oldest first."""
     found = []
     for test in dict.fromkeys(name for _, run in runs for name in run):
         verdicts = [run.get(test) for _, run in runs]
@@ -43,7 +43,7 @@ def history(runs: Sequence[tuple[str, Run]]) -> list[Past]:
 
 
 def _states(letters: str) -> str:
-    """'.' and 'F' of the runs in which it ran and was not skipped."""
+    """Return '.' or 'F' for each run in which the test ran and was not skipped."""
     return "".join("." if letter == "." else "F" for letter in letters if letter not in " s")
 
 

@@ -1,4 +1,4 @@
-"""report.html: one self-contained file. On top the sentence, then the failures, then a table of all tests, folded."""
+"""report.html: one self-contained file. First the sentence, then the failures, then a table of all tests, folded."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pytest_nsa.report.terminal import short_place
 from pytest_nsa.wire.files import read_lines
 
 SHOWN = 40  # announcements
-DETAILED = 20  # failures with all that is known; further ones are in the table and in their folders
+DETAILED = 20  # failures with all details; further ones are in the table and in their folders
 _FILES = resources.files("pytest_nsa.report")
 
 
 def render(
     run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool, greens: Mapping[str, Green] | None = None
 ) -> str:
-    """Return the whole page; ``greens`` are the last runs that passed what fails. Reads the folders of ``entries`` under ``run``,
-    and writes a trace into each.
+    """Return the whole page; ``greens`` are, per failing test, the last run in which it passed. Reads the folders of ``entries``
+    under ``run``, and writes a trace into each.
     """
     failed = [e for e in entries if e.verdict.failed]
     script = Markup(_FILES.joinpath("report.js").read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def _read(run: Path, entry: Entry) -> Evidence | None:
 
 
 def _title(entries: list[Entry], decision: Decision) -> str:
-    """Return the page's title: how many tests fail; where none does, the decision."""
+    """Return the page's title: how many tests fail, or the decision if no test fails."""
     failed, noun = (
         sum(e.verdict.failed for e in entries),
         "scenario" if any(e.verdict.scenario for e in entries) else "test",
@@ -133,7 +133,7 @@ def _failures(
         tag("span", "striped: stalled"),
     ]
     key += [tag("span", "◀ and red line: the culprit, when it last moved"), tag("span", "arrows: who waits for whom")]
-    first: dict[tuple[object, ...], str] = {}  # of those that end alike, by what they have in common
+    first: dict[tuple[object, ...], str] = {}  # the first test of each outcome, cause, ranks and line
     for entry in failed[:DETAILED]:
         v = entry.verdict
         like = first.setdefault((v.outcome, v.cause, v.ranks, v.where), entry.name)
@@ -141,7 +141,7 @@ def _failures(
             whole = failure(run, entry, evidence[entry.folder], greens.get(entry.name))
             alike = "" if like == entry.name else f" as {like}"
             head = tag("summary", tag("b", entry.name), " ", outcome_tag(v), alike)
-            # Of one name: a browser closes one where it opens another.
+            # All have one name, so that a browser closes one when it opens another.
             yield tag("details", head, whole, class_="one", name="failure", open=entry is failed[0])
         else:
             state = "Its evidence cannot be read." if entry.folder else "Its folder was not kept."
@@ -170,7 +170,7 @@ def _decision(decision: Decision) -> Markup | None:
 
 
 def _announcements(run: Path) -> Markup | None:
-    """What was announced while tests ran, and when; nothing of it is a verdict."""
+    """Return what was announced while tests ran, and when; announcements are no verdicts."""
     found = [a for a in read_lines(run / ANNOUNCEMENTS) if isinstance(a.get("text"), str)][:SHOWN]
     rows = []
     for announced in found:
@@ -181,7 +181,7 @@ def _announcements(run: Path) -> Markup | None:
 
 
 def _all(run: Path, entries: list[Entry], evidence: dict[str, Evidence]) -> Markup:
-    """Every test as a row, failures first; what a passing one left unfolds."""
+    """Return a row per test, failures first; the evidence of a passing test is folded."""
     ordered = sorted(entries, key=lambda e: not e.verdict.failed)
     outcomes = sorted({e.verdict.outcome for e in entries})
     tools = tag(

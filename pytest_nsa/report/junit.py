@@ -1,4 +1,4 @@
-"""One JUnit file of a test session that ran as several pytest processes, a testsuite of each: under an outer launcher."""
+"""One JUnit file for a session of several pytest processes under an outer launcher, with a testsuite per process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LAUNCH, _RANK = "nsa.launch", "nsa.rank"  # properties of a testsuite
 
 
 def merge(target: Path, own: Path, launch: str, rank: int) -> None:
-    """Put the testsuite that ``own`` holds into ``target``, next to those that other ranks of the same launch have put there.
+    """Put the testsuite of ``own`` into ``target``, next to those of other ranks of the same launch.
 
-    A file of another launch is replaced. ``own`` is removed. Raises OSError; ``ET.ParseError`` where ``own`` is no XML.
+    A file of another launch is replaced. ``own`` is removed. Raises OSError; ``ET.ParseError`` if ``own`` is no XML.
     """
     tree = ET.parse(own)
     suites = [*tree.getroot().iter("testsuite")]
@@ -58,7 +58,7 @@ def _suites_of(target: Path) -> list[ET.Element]:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold a lock in the folder of ``target``, which the kernel frees with its holder."""
+    """Hold a lock on the folder of ``target``, which the kernel frees when its holder ends."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(target.parent, os.O_RDONLY)
     try:

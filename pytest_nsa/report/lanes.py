@@ -1,4 +1,4 @@
-"""One lane per rank over time, as SVG: phases, steps, collectives, the stall, and who waits for whom. Many ranks: a heat map."""
+"""One lane per rank over time, as SVG: phases, steps, collectives, the stall, and who waits for whom. For many ranks a heat map."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pytest_nsa.report.terminal import number_ranks, short_place
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 WIDTH, LEFT, RIGHT = 860, 76, 44
 FOLDED = 46  # the width of a start that is folded
-TICKS = 60  # collectives that are drawn
-SPANS = 400  # phases of a rank that are drawn, the last
-FEW_SPANS = 80  # of a test that passed
+TICKS = 60  # the last collectives, which are drawn
+SPANS = 400  # the last phases of a rank, which are drawn
+FEW_SPANS = 80  # the same in a test that passed
 ARROWS = 12
-HEAT = 24  # from so many ranks on a lane is a stripe without text
+HEAT = 24  # from so many ranks on, a lane is a stripe without text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """From seconds to x. What comes before ``fold`` is as narrow as it is dull: importing, building, forming the group."""
+    """Converts seconds to x coordinates. The start before ``fold`` (imports, building, forming the group) is drawn narrow."""
 
     begin: float
     end: float
@@ -31,11 +31,11 @@ class Axis:
 
     @property
     def width(self) -> float:
-        """Of the part that is not folded."""
+        """The width of the part after the fold."""
         return WIDTH - (FOLDED if self.fold > self.begin else 0)
 
     def x(self, time: float) -> float:
-        """Where a moment lies."""
+        """Return the x coordinate of a time."""
         if self.fold > self.begin and time < self.fold:
             return LEFT + FOLDED * max(0.0, time - self.begin) / (self.fold - self.begin)
         after = max(self.begin, self.fold)
@@ -178,7 +178,7 @@ def _arrows(evidence: Evidence, waits: Mapping[int, set[int]], height: float, ga
 
 
 def _in_words(waits: Mapping[int, set[int]]) -> Iterator[Markup]:
-    """Yield who waits for whom, equal ones together: for those who do not see the arrows, and for many ranks."""
+    """Yield who waits for whom as text, equal ones together: for readers who cannot see the arrows, and for many ranks."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, waited in waits.items():
         found.setdefault(tuple(sorted(waited)), []).append(rank)
@@ -198,7 +198,7 @@ def _scale(axis: Axis, y: float) -> Iterator[Markup]:
 
 
 def _steps(rank: RankEvidence) -> list[tuple[float, int]]:
-    """When each step began; at most twenty are drawn."""
+    """Return when each step began; about twenty steps, evenly spaced, and the first."""
     starts: dict[int, float] = {}
     for beat in rank.heartbeats:
         if beat["step"]:
@@ -208,13 +208,13 @@ def _steps(rank: RankEvidence) -> list[tuple[float, int]]:
 
 
 def last_moved(rank: RankEvidence) -> float:
-    """Return when the rank last entered a phase or a collective; 0 where it left no board."""
+    """Return when the rank last entered a phase or a collective; 0 without a board."""
     if rank.board is None:
         return 0.0
     return max(rank.board.numbers["phase_time"], *(c.entered for c in rank.board.collectives), 0.0)
 
 
 def place_of(rank: RankEvidence) -> str:
-    """Return the rank's location, as well as it is known."""
+    """Return the rank's location by its stack, else by its board; '' without both."""
     frame = rank.stack.user_frame if rank.stack is not None else None
     return frame.describe() if frame is not None else rank.board.line if rank.board is not None else ""

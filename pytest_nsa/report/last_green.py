@@ -1,4 +1,4 @@
-"""The last run in which a test that fails now passed: what has changed since, shown with its failure."""
+"""The last run in which a failing test passed, and what has changed since; shown with the failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIGURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Green:
-    """A run that passed a test, with its verdict, and the environments of that run and of the one that is reported."""
+    """A run in which a test passed, with its verdict, and the environments of that run and of the reported one."""
 
     run: str
     verdict: Verdict
@@ -31,13 +31,13 @@ class Green:
     env_now: Mapping[str, Any]
 
     def describe(self) -> str:
-        """The run, and its commit where it is known and another."""
+        """Return the run's name, with its commit if that is known and differs."""
         then, now = self.env.get("revision"), self.env_now.get("revision")
         return self.run + (f", at {then} ({now} now)" if then and then != now else "")
 
 
 def last_greens(run: Path, names: Collection[str]) -> dict[str, Green]:
-    """Return by test, or scenario, the last run before ``run`` in the same folder that it passed in."""
+    """Return, by test or scenario, the last run before ``run`` in the same folder in which it passed."""
     found: dict[str, Green] = {}
     if not names:
         return found
@@ -77,14 +77,14 @@ def _rows(green: Green, now: Verdict) -> Iterator[tuple[str, str, str]]:
 
 
 def _number(value: object) -> str:
-    """Return a figure; '-' for none, and for what an earlier run's file has in its place."""
+    """Return a figure as text; '-' for anything that is no number."""
     if not is_number(value):
         return "-"
     return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
 def _environment(run: Path) -> dict[str, Any]:
-    """Return what a run's env.json has, its variables among the rest."""
+    """Return the content of a run's env.json, with its variables at the top level."""
     env = parse(read_text(run / "env.json"))
     if not isinstance(env, dict):
         return {}

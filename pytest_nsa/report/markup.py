@@ -1,4 +1,4 @@
-"""HTML and SVG that escape by themselves: text becomes markup by `tag` alone, so nothing of a test's can act on the page."""
+"""HTML and SVG with automatic escaping: only `tag` makes markup of text, so no text of a test can act on the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VOID = frozenset({"meta", "link", "input", "br"})
 
 
 class Markup(str):
-    """Text that is HTML already. All other text is escaped where it is put between tags."""
+    """Text that is HTML already. All other text is escaped when it is put between tags."""
 
     __slots__ = ()
 
@@ -21,7 +21,7 @@ Child = str | int | Iterable["Child"] | None
 
 
 def markup(child: Child) -> Markup:
-    """Return children as HTML: text and numbers escaped, `Markup` as it is, None as nothing."""
+    """Return children as HTML: text and numbers escaped, `Markup` unchanged, None as ''."""
     if child is None:
         return Markup("")
     if isinstance(child, Markup):
@@ -50,7 +50,7 @@ def _text(value: str | float) -> str:
 
 
 def document(title: str, style: Markup, body: Markup, script: Markup | None = None) -> str:
-    """Return a page that requests nothing, whatever a stranger's run has put on it: its policy allows ``script``, and no other."""
+    """Return a page that makes no requests: its policy allows ``script`` and no other, even if a run's data contains one."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     if script is not None:
         policy += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""``perfetto.json`` in a test's folder: phases and collectives a rank, in the trace event format, for ui.perfetto.dev."""
+"""``perfetto.json`` in a test's folder: phases and collectives per rank, in the trace event format, for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trace_of(evidence: Evidence) -> dict[str, Any]:
 
 
 def write_trace(folder: Path, evidence: Evidence) -> None:
-    """Write it into the folder of the evidence."""
+    """Write the trace into the folder of the evidence."""
     write_json(folder / NAME, trace_of(evidence))
 
 

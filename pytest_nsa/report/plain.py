@@ -1,4 +1,4 @@
-"""Texts from tests and from folders, made fit to be read: no control character acts on a terminal, no markup on a page."""
+"""Escape texts from tests and folders: no control character acts on a terminal, and no markup on a page."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 
 from pytest_nsa.wire import masking
 
-# Colours stay; what moves a cursor, sets a title, or ends a line elsewhere does not.
+# Colours are kept; characters that move a cursor, set a title or end a line are replaced.
 _CONTROL = re.compile(
     r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# What could become markup, as an entity. A backslash escapes nothing of it, as none is left in front of a mark.
+# Characters that could become markup, which are written as entities; also a backslash that would escape one.
 _MARKS = re.compile(r"<(?=[A-Za-z/!?])|&(?=\#?\w+;)|\\(?=[!-/:-@\[-`{-~])|(?<=\])[(:\[]")
-_BLOCK = re.compile(r"^[#>+*=~`|_-]|^\d(?=\d{0,8}[.)])")  # at the begin of a line: a heading, a list, a block
+_BLOCK = re.compile(r"^[#>+*=~`|_-]|^\d(?=\d{0,8}[.)])")  # what begins a heading, a list or a block
 
 _PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
 
@@ -25,29 +25,29 @@ def _name(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` for a terminal: control characters by name ('\\x1b'), except for colours, tabs and ends of lines; without
-    secrets, where the session masks them.
+    """Return ``text`` for a terminal: control characters by name ('\\x1b'), except for colours, tabs and ends of lines; masked if
+    the session masks secrets.
     """
     return _CONTROL.sub(_name, masking.text(text))
 
 
 def escape(text: str) -> str:
-    """Return ``text`` for a page: neither markup nor control characters."""
+    """Return ``text`` for a page, without markup and control characters."""
     return html.escape(visible(text))
 
 
 def markdown(text: str) -> str:
-    """Return ``text`` as a line of Markdown: without its own tags, links, images and blocks."""
+    """Return ``text`` as a line of Markdown, escaped, so that it makes no tags, links, images and blocks."""
     return _BLOCK.sub(_entity, inline(text))
 
 
 def inline(text: str) -> str:
-    """Return ``text`` for a line of Markdown that has begun."""
+    """Return ``text`` for the middle of a line of Markdown."""
     return _MARKS.sub(_entity, _line(text))
 
 
 def code(text: str) -> str:
-    """Return ``text`` as a code span, in a cell of a table, too; '' for none."""
+    """Return ``text`` as a code span, which may be in a cell of a table; '' for ''."""
     line = _line(text).replace("`", "'")
     return "" if not line else f"`{line}`" if "|" not in line else f"<code>{_PUNCTUATION.sub(_entity, line)}</code>"
 

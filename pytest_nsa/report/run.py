@@ -1,4 +1,4 @@
-"""What a session leaves at its end: env.json, the lists over all tests, SUMMARY.md and report.html."""
+"""The files that a session writes for the whole run: env.json, the lists over all tests, SUMMARY.md and report.html."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = (
 
 
 def environment(gpus: int) -> dict[str, Any]:
-    """Versions and machine facts, read without importing any of the packages."""
+    """Return versions and machine facts, read without importing any of the packages."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -60,13 +60,13 @@ def _revision() -> str:
 
 
 def write_environment(run: Path, gpus: int) -> None:
-    """env.json, once a run, as soon as it begins."""
+    """Write env.json, once per run, when it begins."""
     if not (run / "env.json").exists():
         write_json(run / "env.json", environment(gpus), indent=1)
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:
-    """verdict.json, and result.txt with the outcome's one word: XFAIL for a failure that was expected."""
+    """Write verdict.json, and result.txt with the outcome in one word: XFAIL for a failure that was expected."""
     write_json(folder / "verdict.json", verdict.to_json(), indent=1)
     write_atomically(folder / "result.txt", ("XFAIL" if verdict.expected else verdict.outcome) + "\n")
 
@@ -74,11 +74,11 @@ def write_verdict(folder: Path, verdict: Verdict) -> None:
 def write_reports(
     run: Path, gpus: int, decide: summary.Decide, *, interrupted: bool, left: Decision | None = None
 ) -> tuple[list[summary.Entry], Decision]:
-    """Write everything that is about the whole run; returns its verdicts and decision, ``left`` where that is known already.
+    """Write the files about the whole run; return its verdicts and decision. ``left``: the decision, if it is known already.
 
-    Starts from files, so may run again.
+    Reads only files, so it can be repeated.
     """
-    # Not before a run ends, of which most processes of a suite write no report.
+    # Imported late: most processes of a suite write no report.
     from pytest_nsa.report import html
     from pytest_nsa.report.last_green import last_greens
 
@@ -102,19 +102,19 @@ def write_reports(
     shown = step_summary()
     if shown is not None:
         with contextlib.suppress(OSError):
-            append(shown, render(blob=_repository_s_files()).encode(errors="backslashreplace"))
+            append(shown, render(blob=_repository_url()).encode(errors="backslashreplace"))
     write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted, greens=greens))
     return entries, decision
 
 
-def _repository_s_files() -> str:
-    """Return the address of this commit's files, by the variables of GitHub Actions; '' where one is not set."""
+def _repository_url() -> str:
+    """Return the URL of this commit's files, by the variables of GitHub Actions; '' if one is not set."""
     parts = [os.environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_SHA")]
     return f"{parts[0]}/{parts[1]}/blob/{parts[2]}" if all(parts) else ""
 
 
 def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
-    """Return the decision that the run left; else the one by the verdicts alone."""
+    """Return the decision that the run wrote; without one, the decision by its verdicts."""
     try:
         return Decision.from_json(json.loads(read_bytes(run / DECISION)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -122,14 +122,14 @@ def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
 
 
 def _write_lists(run: Path, entries: list[summary.Entry]) -> None:
-    """all_missing_params.txt, a line 'scenario parameter rank=0,1' each, and ddp_buckets.txt, over all scenarios."""
+    """Write all_missing_params.txt, with lines 'scenario parameter rank=0,1', and ddp_buckets.txt, over all scenarios."""
     missing, buckets = [], []
     for entry in entries:
         lines = read_text(run / entry.folder / "traces.log").splitlines() if entry.folder else []
         buckets += [f"{entry.name} {line}\n" for line in lines if line.startswith("[DDP] ")]
         found = missing_in(lines, entry.verdict.world_size)
         missing += [f"{entry.name} {name} rank={ranks}\n" for name, ranks in found.items()]
-        # Without the logs the ranks are not known.
+        # Without the logs the ranks are unknown.
         missing += [f"{entry.name} {name}\n" for name in entry.verdict.parameters_missing if name not in found]
     write_atomically(run / "all_missing_params.txt", "".join(missing))
     write_atomically(run / "ddp_buckets.txt", "".join(buckets))

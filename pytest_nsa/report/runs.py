@@ -1,7 +1,7 @@
-"""The runs that lie in an artifacts folder: which are finished, and which of them are kept.
+"""The runs in an artifacts folder: which are finished, and which of them are kept.
 
-A run is known by its env.json, finished by its run.json, and in use while a process of it holds its lock. Nothing else in the
-folder is ever deleted, nor what another user has made, or what is mounted there; and no link is followed.
+A run is a folder with an env.json; it is finished if it has a run.json, and in use while a process of it holds its lock. Nothing
+else in the folder is ever deleted, nothing that another user has made, and nothing that is mounted there; no link is followed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FINISHED = "run.json"
 LOCK = ".in_use"
 ANNOUNCEMENTS = "announcements.jsonl"
 KEPT, KEPT_FAILED = 20, 5
-DAY_S = 86400.0  # by which clocks may differ
+DAY_S = 86400.0  # the most that clocks may differ by
 _RUNS = ("run_*", "test_engineer_*")  # the latter where there is a diagnostic plan
-# What of env.json and run.json only a run has, and every run.
+# The fields of env.json and run.json that every run has, and by which a run is recognised.
 _ENV: dict[str, Check] = {"schema": is_schema, "python": is_text, "system": is_text, "variables": is_map}
 _END: dict[str, Check] = {"schema": is_schema, "time": is_number, "failed": is_count, "interrupted": is_flag}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's folder; ``failed`` is how many of its tests did, ``owner`` the number of the user that it belongs to."""
+    """A run's folder; ``failed`` is how many of its tests failed, ``owner`` is the user id of its owner."""
 
     path: Path
     time: float
@@ -44,7 +44,7 @@ class Run:
 
 
 def is_in_use(run: Path) -> bool:
-    """Return whether a process of a run lives still."""
+    """Return whether a process of a run still lives."""
     try:
         fd = os.open(run / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -59,22 +59,22 @@ def is_in_use(run: Path) -> bool:
 
 
 def hold(run: Path) -> int:
-    """Mark a run as in use until this process ends; returns the descriptor that does."""
+    """Mark a run as in use until this process ends; return the descriptor that holds the lock."""
     fd = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
 
 
 def finish(run: Path, failed: int, *, interrupted: bool) -> None:
-    """run.json, when all else is written."""
+    """Write run.json, after all other files."""
     facts = {"schema": SCHEMA, "time": time.time(), "failed": failed, "interrupted": interrupted}
     write_json(run / FINISHED, facts)
 
 
 def runs_in(root: Path, unread: list[str] | None = None) -> list[Run]:
-    """Return the runs in an artifacts folder, the newest first. What is no run of ours is skipped.
+    """Return the runs in an artifacts folder, the newest first; other folders are skipped.
 
-    A run that cannot be read is skipped, too, and ``unread`` is given a sentence on it.
+    A run that cannot be read is skipped, too, and a sentence on it is added to ``unread``.
     """
     found = []
     for path in (path for name in _RUNS for path in root.glob(name)):
@@ -90,7 +90,7 @@ def runs_in(root: Path, unread: list[str] | None = None) -> list[Run]:
 
 
 def _read(path: Path) -> Run | None:
-    """Return a run; None where a folder is no run. Raises ValueError with what is wrong in its files."""
+    """Return a run; None if a folder is no run. Raises ValueError that describes what is wrong in its files."""
     status = path.lstat()
     env = parse(read_text(path / "env.json"))
     if not isinstance(env, dict) or "schema" not in env:
@@ -121,9 +121,9 @@ def surplus(runs: list[Run], keep: int, keep_failed: int = KEPT_FAILED) -> list[
 
 
 def delete(runs: list[Run]) -> Iterator[Path]:
-    """Delete runs that are not in use, and in which nothing is mounted; yields those that went.
+    """Delete runs that are not in use, and in which nothing is mounted; yield those that were deleted.
 
-    First renamed, so that no reader meets half of one; what an earlier process has left of that goes, too.
+    A run is first renamed, so that no reader finds half of one; renamed runs that an earlier process left are deleted, too.
     """
     for run in runs:
         if is_in_use(run.path) or has_mounts(run.path):
@@ -140,7 +140,7 @@ def delete(runs: list[Run]) -> Iterator[Path]:
 
 
 def cut_off(runs: list[Run]) -> list[Path]:
-    """Return runs that have verdicts and no end, and that no process writes any more."""
+    """Return runs that have verdicts and did not finish, and in which no process writes."""
     return [
         run.path for run in runs
         if not run.finished and not is_in_use(run.path) and any(read_lines(run.path / VERDICTS))

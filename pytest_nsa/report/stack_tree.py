@@ -10,22 +10,22 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.terminal import number_ranks, of_several, short_place
 
-MOST_BRANCHES = 5  # of a frame; those of the fewest ranks beyond share one line
-FOREIGN = 3  # frames of others in a row that are shown; more are folded
+MOST_BRANCHES = 5  # of a frame; the others, with the fewest ranks, share one line
+FOREIGN = 3  # frames of libraries in a row that are shown; more are folded
 
 
 @dataclass
 class Node:
-    """A frame and what it called. ``ranks`` are in it, ``ended`` are those whose innermost frame it is."""
+    """A frame and the frames that it called. ``ranks`` are in it; it is the innermost frame of the ranks in ``ended``."""
 
     frame: Frame | None
     ranks: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     calls: list[Node] = field(default_factory=list)
-    rounds: dict[str, list[int]] = field(default_factory=dict)  # of the loops that it is in: 'step = 3', and the ranks
+    rounds: dict[str, list[int]] = field(default_factory=dict)  # counters of its loops ('step = 3'), and the ranks
 
     def child(self, frame: Frame) -> Node:
-        """Return the node of a frame that this one called; made where it is new."""
+        """Return the node of a frame that this one called; add it if it is new."""
         for node in self.calls:
             if node.frame == frame:
                 return node
@@ -59,7 +59,7 @@ def stack_tree(evidence: Evidence, culprits: Iterable[int]) -> Markup | None:
 
 
 def _items(node: Node, culprits: frozenset[int]) -> Iterator[Markup]:
-    """Yield the frames below a node: a chain that does not part stays on one level."""
+    """Yield the frames below a node; a chain without branches stays on one level."""
     calls = sorted(node.calls, key=lambda n: (not culprits & set(n.ranks), -len(n.ranks)))
     for child in calls[:MOST_BRANCHES]:
         parts = len(calls) > 1
@@ -95,7 +95,7 @@ def _chain(node: Node, culprits: frozenset[int], *, parts: bool) -> Iterator[Mar
 
 
 def _folded(frames: list[Markup]) -> Iterator[Markup]:
-    """Yield frames of others: a few as they are, many behind a line that unfolds."""
+    """Yield frames of libraries: a few unchanged, many inside an element that unfolds."""
     if len(frames) <= FOREIGN:
         yield from frames
     else:

@@ -37,13 +37,13 @@ class Entry:
 
 
 def read_entries(run: Path) -> list[Entry]:
-    """Return the verdicts of a run, in the order in which they came; the last one wins where a test ran again."""
+    """Return the verdicts of a run, in their order; of a test that ran again, the last verdict."""
     entries: dict[str, Entry] = {}
     for data in read_lines(run / VERDICTS):
         try:
             verdict = Verdict.from_json(data)
         except (ValueError, TypeError, AttributeError):
-            continue  # torn: the writer was killed
+            continue  # an incomplete line: the writer was killed
         name = data.get("folder")
         folder = name if isinstance(name, str) and _is_folder_of(run, name) else ""
         entries[verdict.scenario or verdict.nodeid] = Entry(folder=folder, verdict=verdict)
@@ -51,10 +51,10 @@ def read_entries(run: Path) -> list[Entry]:
 
 
 def _is_folder_of(run: Path, name: str) -> bool:
-    """Return whether a run has a folder of this name itself: the name, or a link, may lead elsewhere."""
+    """Return whether a name is that of a folder directly in the run: a path, or a link, may lead elsewhere."""
     try:
         return Path(name).name == name != ".." and stat.S_ISDIR((run / name).lstat().st_mode)
-    except (OSError, ValueError):  # none, or no name that a file can have
+    except (OSError, ValueError):  # no such folder, or an invalid name
         return False
 
 
@@ -62,7 +62,7 @@ Decide = Callable[[Mapping[str, Verdict]], Decision]
 
 
 def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
-    """Return the decision over a run's scenarios; over all its tests when it ran none, or when only others failed."""
+    """Return the decision over a run's scenarios; over all its tests if it ran no scenarios, or if only other tests failed."""
     everything = {e.name: e.verdict for e in entries}
     scenarios = {name: v for name, v in everything.items() if v.scenario}
     others_failed = any(v.failed for v in everything.values() if not v.scenario)
@@ -88,10 +88,11 @@ def render(
     greens: Mapping[str, str] | None = None,
     blob: str | None = None,
 ) -> str:
-    """Return the text of SUMMARY.md; ``not_run`` are scenarios that did not run, ``greens`` where what fails passed last.
+    """Return the text of SUMMARY.md; ``not_run`` are scenarios that did not run, ``greens`` the run in which a failing test last
+    passed.
 
-    ``blob``: for a page that is read elsewhere, the address of the repository's files, '' where it is not known. Tests have no
-    links to their folders there, and lines have links to the files.
+    ``blob``: for a page that is read elsewhere, the URL of the repository's files, or ''. Tests then have no links to their
+    folders, and lines link to the files.
     """
     out = [markdown(decision.sentence), ""]
     if interrupted:
@@ -141,7 +142,7 @@ def render(
 
 
 def _table(entries: list[Entry], blob: str | None) -> list[str]:
-    """Return the table: of a diagnostic plan every scenario, else what failed, and the others' numbers."""
+    """Return the table: with a diagnostic plan every scenario, else the failed tests and the number of the others."""
     has_plan = any(entry.verdict.scenario for entry in entries)
     names = ["scenario" if has_plan else "test", "result", "cause", "rank", "where", "parameters missing", "seconds"]
     if not has_plan:
@@ -174,7 +175,7 @@ def _cells(entry: Entry, blob: str | None) -> dict[str, str]:
 
 
 def _linked(where: str, blob: str | None) -> str:
-    """Return a location, of a file of the repository with a link to its line."""
+    """Return a location; for a file of the repository, with a link to its line."""
     match = LOCATION.match(where)
     if not blob or match is None or match["file"].startswith(("/", "..")):
         return code(where)

@@ -1,4 +1,4 @@
-"""A verdict in the terminal: at most twelve lines, culprit first, one stack, then where the rest is."""
+"""A verdict in the terminal: at most twelve lines: the culprit, one stack, and the folder of the evidence."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pytest_nsa.report.plain import visible
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
 MAX_HEAD_LINES = 5
-MAX_OUTPUT_LINES = 20  # of each rank in the terminal, without the head; all of it is in its file
+MAX_OUTPUT_LINES = 20  # of each rank's output, after the head; its file has all of it
 MAX_LINE = 500
-MAX_VICTIM = 160  # characters of what a rank raised that waited for another
+MAX_VICTIM = 160  # characters of the exception of a rank that waited for another
 READ_BYTES = 1 << 16
-_PLACES = re.compile(r"\s*\[\S*\](:\d+)?")  # of gloo's source, and of a peer's port: they differ between ranks
+_PLACES = re.compile(r"\s*\[\S*\](:\d+)?")  # a line of gloo's source, or a peer's port: they differ between ranks
 
 
 def short_path(path: str | Path) -> str:
-    """Relative to the working directory where that is shorter."""
+    """Return a path, relative to the working directory if that is shorter."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") and len(relative) < len(str(path)) else str(path)
 
@@ -43,7 +43,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def brief(verdict: Verdict, test_file: Path) -> str:
-    """Return what pytest's short summary has room for: 'app/step.py:12 lock_deadlock, rank 1 of 2'.
+    """Return the text for pytest's short summary: 'app/step.py:12 lock_deadlock, rank 1 of 2'.
 
     Pytest cuts the line at the terminal's width, and begins it with the outcome and the test's file.
     """
@@ -109,9 +109,9 @@ def number_ranks(ranks: list[int]) -> str:
 
 
 def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int], str]]:
-    """Yield the ranks' own failure texts, equal ones together, culprits first.
+    """Yield the ranks' failure texts, equal ones together, culprits first.
 
-    Equal means the same error at the same lines: arguments that name the rank differ by nature.
+    Equal texts have the same error at the same lines; arguments may differ, as they may contain the rank.
     """
     from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
 
@@ -151,13 +151,13 @@ def _subtest(report: Mapping[str, Any]) -> str:
 
 
 def _waited(error: RaisedException) -> str:
-    """Return in one line what a rank raised because another one failed; all of it is in its folder."""
+    """Return, in one line, the exception that a rank raised because another one failed; its folder has all of it."""
     first = _PLACES.sub("", error.message.partition("\n")[0]).partition(". ")[0].strip()
     return f"waited at {short_place(error.where)}: {error.type}: {first[:MAX_VICTIM]}"
 
 
 def _traceback(error: RaisedException, sources: Sources) -> str:
-    """Return an exception as Python prints it; where its stack is not known, its line alone."""
+    """Return an exception as Python prints it; only its line if its stack is unknown."""
     frames = [frame for frame in reversed(error.frames) if not frame.is_ours]
     if not frames:
         return f"{error.type}: {error.message}\n  at {error.where}"
@@ -169,7 +169,7 @@ def _traceback(error: RaisedException, sources: Sources) -> str:
 
 
 def _error_lines(text: str) -> str:
-    """Return the lines of pytest's failure text that name what failed and where; of a group of exceptions those after a bar."""
+    """Return the lines of pytest's failure text that name the error and its place; for an exception group, those with a bar."""
     lines = text.splitlines()
     return "\n".join(
         [line for line in lines if line.startswith(("E ", ">")) or line.lstrip().startswith("|")] + lines[-1:]
@@ -177,7 +177,7 @@ def _error_lines(text: str) -> str:
 
 
 def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Report sections: what each rank printed, and its stack when it was stopped or crashed; equal stacks once."""
+    """Yield report sections: each rank's output, and its stack if it was stopped or crashed; equal stacks once."""
     stacks: dict[str, list[RankEvidence]] = {}
     for rank in evidence.ranks:
         output = excerpt(rank.folder / "output.log")
@@ -202,8 +202,8 @@ def _rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
 
 
 def of_several(ranks_of: dict[str, list[int]]) -> str:
-    """Return what ranks have in words, by what each has: 'step = 3', where they differ 'step = 3 on ranks 0-2; step = 4 on rank 3';
-    '' where they differ too much.
+    """Return the counters of several ranks as text: 'step = 3', or 'step = 3 on ranks 0-2; step = 4 on rank 3'; '' for more than
+    `MAX_STACK` different texts. ``ranks_of``: the ranks by text.
     """
     if len(ranks_of) > MAX_STACK:
         return ""
@@ -230,8 +230,8 @@ def frame_lines(thread: ThreadStack) -> list[str]:
 
 
 def excerpt(path: Path) -> str:
-    """Return the head and tail of a rank's output, lines cut to what a terminal bears; '' when there is none."""
-    if path.is_symlink() or not path.is_file():  # a stranger's link may lead anywhere
+    """Return the head and tail of a rank's output, with long lines cut; '' without any."""
+    if path.is_symlink() or not path.is_file():  # in a folder of unknown origin a link may lead anywhere
         return ""
     with path.open("rb") as file:
         data = file.read(READ_BYTES)

@@ -1,6 +1,7 @@
-"""traces.log of a whole test, merged from its ranks' own, and what it has on gradients that never arrived.
+"""traces.log of a whole test, merged from the logs of its ranks, and the missing gradients that it names.
 
-What all ranks report alike is there once. A report of some ranks only has them before each line: ``[rank 1]   - MISSING: name``.
+A report that is equal on all ranks is there once. In a report of some ranks, each line begins with their numbers:
+``[rank 1]   - MISSING: name``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_nsa.diagnosis.verdict import runs_of
 
-# Reports that every rank makes of itself; the buckets' lines name their rank, and the rest is of the whole test.
+# Reports that each rank makes of itself. The lines of buckets name their rank; all others concern the whole test.
 _OF_EACH_RANK = ("[GRAD-TRACE]", "[MODULE-BWD]", "  - MISSING: ")
 _MISSING = re.compile(r"(?:\[rank ([\d,-]+)\] )?  - MISSING: (\S+)$")
 
 
 def merge(logs: Mapping[int, Iterable[str]]) -> Iterator[str]:
     """Yield the lines of the merged log, from those of each rank, in the order of the ranks."""
-    ranks: dict[tuple[tuple[str, ...], int], list[int]] = {}  # of each report, and which of its kind it is on the rank
+    ranks: dict[tuple[tuple[str, ...], int], list[int]] = {}  # by report, and how often the rank made it before
     for rank, lines in logs.items():
         seen: Counter[tuple[str, ...]] = Counter()
         for report in _reports(lines):

@@ -1,4 +1,4 @@
-"""Calls a function at a test's time limit, before pytest-timeout acts on it."""
+"""Call a function at a test's time limit, before pytest-timeout ends the test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Options ``--ranks-bisect-...``: run a failed test again with less in it, or with variables set.
+"""Options ``--ranks-bisect-...``: run a failed test again on fewer layers, on one branch, or with variables set.
 
-The first two serve tests that use the fixture `gc_range` or `branch`, which then returns the candidate value; the third, all.
+The first two serve tests that take the fixture `gc_range` or `branch`, which then returns the candidate; the third serves all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Run = Callable[[Variation], Verdict]
 
 
 def bisect(item: pytest.Item, settings: Settings, needs: Needs, run: Run) -> str:
-    """Return what narrows a failure down, in a sentence for each option that is on and serves the test; '' where none does."""
+    """Return what narrows a failure down: a sentence for each option that is on and serves the test; '' without any."""
     fixtures = getattr(item, "fixturenames", ())
     params = getattr(getattr(item, "callspec", None), "params", {})
     layers = params.get("gc_range") or marked.value(item, "gc_range")
@@ -47,7 +47,7 @@ def bisect(item: pytest.Item, settings: Settings, needs: Needs, run: Run) -> str
 
 
 def _layers(whole: LayerRange, run: Run) -> str:
-    """Halve for as long as a half fails alone."""
+    """Halve the range while one half fails alone."""
     start, end, runs = whole.start, whole.end, 0
     while end - start > 1 and runs < MAX_RUNS:
         middle = (start + end) // 2
@@ -76,7 +76,7 @@ class _Tries:
         self.variables, self.run, self.count = variables, run, 0
 
     @property
-    def are_left(self) -> bool:
+    def has_runs_left(self) -> bool:
         """Whether another run may be made."""
         return self.count < MAX_RUNS
 
@@ -87,7 +87,7 @@ class _Tries:
         return self.run(Variation(label=f"env{self.count}", environment=environment)).outcome == "PASS"
 
     def describe(self, names: tuple[str, ...]) -> str:
-        """These variables as one would set them."""
+        """Return the variables as NAME=VALUE."""
         return " and ".join(f"{name}={self.variables[name]}" for name in names)
 
 
@@ -103,9 +103,9 @@ def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
     if tries.passes(()):
         return comes_and_goes
     if not tries.passes(names):
-        return _of_each_alone(names, tries)
+        return _try_each_alone(names, tries)
     names = _smallest(names, tries)
-    budget = "" if tries.are_left else "; smaller sets may be left"
+    budget = "" if tries.has_runs_left else "; smaller sets may be left"
     # Twice more: a failure that comes and goes passes with anything.
     if not tries.passes(names) or tries.passes(()):
         return comes_and_goes
@@ -113,11 +113,11 @@ def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
     return f"bisect: passes with {each} ({tries.count} runs{budget})"
 
 
-def _of_each_alone(names: tuple[str, ...], tries: _Tries) -> str:
+def _try_each_alone(names: tuple[str, ...], tries: _Tries) -> str:
     """Of variables that do not help all at once, try each alone: some may exclude each other."""
     if len(names) == 1:
         return f"bisect: fails with {tries.describe(names)}, too ({tries.count} runs)"
-    alone = [name for name in names if tries.are_left and tries.passes((name,))]
+    alone = [name for name in names if tries.has_runs_left and tries.passes((name,))]
     tried = names[: tries.count - 2]  # after one run with none and one with all
     left = f"; {len(names) - len(tried)} were not tried alone" if len(tried) < len(names) else ""
     if not alone:
@@ -127,20 +127,20 @@ def _of_each_alone(names: tuple[str, ...], tries: _Tries) -> str:
 
 
 def _has_effect(name: str, needs: Needs) -> bool:
-    """Return whether anything on these ranks reads a variable: what NCCL or CUDA alone read explains nothing elsewhere."""
+    """Return whether anything on these ranks reads a variable: gloo reads none of NCCL's, a CPU run none of CUDA's."""
     if name.startswith(("NCCL_", "TORCH_NCCL_")):
         return needs.backend in ("", "nccl")
     return needs.device != "cpu" or not name.startswith("CUDA_")
 
 
 def _smallest(names: tuple[str, ...], tries: _Tries) -> tuple[str, ...]:
-    """Return a set with which the test passes, and without any one of which it does not, as far as runs are left."""
+    """Return a set with which the test passes, and from which no variable can be removed, as far as runs are left."""
     parts = 2
-    while len(names) > 1 and tries.are_left:
+    while len(names) > 1 and tries.has_runs_left:
         size = -(-len(names) // parts)
         chunks = [names[i : i + size] for i in range(0, len(names), size)]
         rests = [tuple(n for n in names if n not in chunk) for chunk in chunks] if len(chunks) > 2 else []
-        smaller = next((some for some in (*chunks, *rests) if tries.are_left and tries.passes(some)), None)
+        smaller = next((some for some in (*chunks, *rests) if tries.has_runs_left and tries.passes(some)), None)
         if smaller is not None:
             parts = 2 if smaller in chunks else max(2, len(chunks) - 1)
             names = smaller

@@ -24,7 +24,7 @@ from pytest_nsa.wire.files import open_to_append
 from pytest_nsa.wire.messages import Channel
 from pytest_nsa.wire.protocols import Launcher, LaunchError
 
-LOG = 64 << 10  # bytes that a zygote's log has on the disk from its start
+LOG = 64 << 10  # bytes reserved on the disk for a zygote's log
 
 
 def why_not_fork(config: pytest.Config) -> str:
@@ -42,23 +42,26 @@ def why_not_fork(config: pytest.Config) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """Where ranks will come from, and that in words for the header."""
+    """Where ranks will come from, and a description for the header."""
 
     kind: Literal["fork", "clean", "cold"]
     description: str
 
 
 def plan(config: pytest.Config, settings: Settings) -> LaunchPlan:
-    """Plan what ``--ranks-launch`` requests; auto forks this process when that is safe. UsageError when fork is not."""
+    """Plan what ``--ranks-launch`` requests; auto forks this process when that is safe.
+
+    Raises UsageError where fork is requested and not safe.
+    """
     if settings.launch == "cold":
         return LaunchPlan(kind="cold", description="cold: a new interpreter per rank")
-    of = f", rank {settings.outer.rank} of {settings.outer.world_size} here" if settings.outer is not None else ""
+    here = f", rank {settings.outer.rank} of {settings.outer.world_size} here" if settings.outer is not None else ""
     reason = why_not_fork(config)
     if settings.launch == "fork" and reason:
         raise pytest.UsageError(f"--ranks-launch=fork: {reason}; use --ranks-launch=clean")
     if settings.launch == "clean" or reason:
-        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'requested'}){of}")
-    return LaunchPlan(kind="fork", description=f"forked from this process after collection{of}")
+        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'requested'}){here}")
+    return LaunchPlan(kind="fork", description=f"forked from this process after collection{here}")
 
 
 def start(kind: str, config: pytest.Config, session: pytest.Session, log: Path) -> Launcher:
@@ -104,7 +107,7 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
 def _clean_zygote(
     config: pytest.Config, arguments: list[str], log: Path, listener: socket.socket | None = None
 ) -> ZygoteLauncher:
-    reserve(log, LOG, keep_size=True)  # a zygote that cannot print is one that ends
+    reserve(log, LOG, keep_size=True)  # a zygote that cannot write its log would die
     ours, theirs = socket.socketpair()
     parent = os.getpid()
 
@@ -124,7 +127,7 @@ def _clean_zygote(
 
 
 def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
-    """Return this run's command line for a child that collects the same tests and runs them otherwise."""
+    """Return the command line of a child that collects the same tests as this run."""
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     arguments = [str(a) for a in worker.get("nsa_arguments", config.invocation_params.args)]
     # The child must not touch this run's cache: it would select other tests under --lf.
@@ -153,7 +156,7 @@ class SharedZygote:
         return self._zygote is None and bool(select.select([self._listener.socket], [], [], 0)[0])
 
     def start(self, config: pytest.Config, log: Path) -> None:
-        """Start it; from now on it alone accepts."""
+        """Start the zygote; from then on it accepts the connections, not this process."""
         self._zygote = _clean_zygote(config, _child_arguments(config, log), log, self._listener.socket)
         self._listener.socket.close()
 

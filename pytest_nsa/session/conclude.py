@@ -24,7 +24,7 @@ from pytest_nsa.wire.files import append_line, replacing, write_atomically
 if TYPE_CHECKING:
     from pytest_nsa.diagnosis.engine import Rule
 
-# Of a verdict: the list has no such field of a test that passes.
+# Defaults of a verdict's fields: of a test that passes, the run's list has only fields that differ from them.
 _DEFAULTS = {
     name: value
     for name, value in Verdict(nodeid="", outcome="PASS").to_json().items()
@@ -33,7 +33,7 @@ _DEFAULTS = {
 
 
 def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[Verdict, Evidence]:
-    """Diagnose a folder and write the verdict and the merged logs into its folder, unless it passed and is not kept.
+    """Diagnose a test's folder and write verdict and merged logs into it, unless the test passed and is not kept.
 
     ``rules`` are a repository's own.
     """
@@ -47,7 +47,7 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
     verdict = diagnose(evidence, rules)
     verdict = replace(verdict, figures=_figures(evidence))
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=0.0) or began
-    if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
+    if verdict.failed:  # from the stop, or without one from the end of the last rank, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
     if keep or verdict.failed:
         with where_there_is_room():
@@ -71,9 +71,9 @@ def _figures(evidence: Evidence) -> dict[str, float]:
 
 
 def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
-    """output.log and traces.log of the whole test, from the ranks' own; a stack dump a rank where there is one.
+    """Write output.log and traces.log of the whole test from those of the ranks, and copy each rank's stack dump.
 
-    A backward that did not end printed no list of what is missing: traces.log has it from the board, in the tracer's form.
+    A backward that did not end printed no list of missing gradients: traces.log gets it from the board, in the tracer's form.
     """
     several = len(evidence.ranks) > 1
     stalled = in_backward(evidence, verdict.ranks) if verdict.failed else None

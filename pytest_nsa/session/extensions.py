@@ -22,7 +22,7 @@ EVIDENCE_LIMIT_S = 5.0
 
 
 class Extensions:
-    """Taken once, when the tests are collected: a conftest.py in a folder of tests is loaded by then."""
+    """What the hooks returned. Called once, after collection: a conftest.py in a folder of tests is loaded by then."""
 
     def __init__(self, config: pytest.Config, report: Callable[[str], None]) -> None:
         self.config, self.report = config, report
@@ -31,7 +31,7 @@ class Extensions:
         self._is_taken = False
 
     def take(self) -> None:
-        """Ask the hooks. Raises UsageError that names the hook and what is wrong with what it returned."""
+        """Call the hooks. Raises UsageError that names the hook and what is wrong with the value that it returned."""
         if self._is_taken:
             return
         self._is_taken = True
@@ -63,7 +63,7 @@ class Extensions:
         return found
 
     def wrong_scenario(self, item: pytest.Item) -> tuple[str, ...]:
-        """Return a sentence where the plan's table has no such scenario as ``item`` is marked with."""
+        """Return an error message if ``item`` is marked with a scenario that the plan's table lacks; else ()."""
         name = marked.value(item, "scenario")
         if not self.scenarios or not isinstance(name, str) or name in self.scenarios:
             return ()
@@ -72,17 +72,17 @@ class Extensions:
         return (f"{path}:{(line or 0) + 1}: {item.name}: scenario({name!r}): the plan's table has {known}",)
 
     def write_scenarios(self, run: Path) -> None:
-        """Leave the table in the run's folder, where the reports find it."""
+        """Write the table into the run's folder, where the reports read it."""
         if self.scenarios and not (run / SCENARIOS).exists():
             write_json(run / SCENARIOS, self.scenarios, indent=1)
 
     def name_of(self, item: pytest.Item) -> str:
-        """Return the name of a test's folder; '' for the one that it has by its id."""
+        """Return the name that a hook gives a test's folder; '' without one."""
         found = self._call("pytest_nsa_artifact_name", item=item)
         return found if isinstance(found, str) else ""
 
     def collect_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[Fact]:
-        """Return the facts of other sources on ranks that stall, those that come in time."""
+        """Return the facts that hooks add for ranks that stall, as far as they return within `EVIDENCE_LIMIT_S`."""
         if not self.config.pluginmanager.hook.pytest_nsa_collect_evidence.get_hookimpls():
             return []
         found: list[Fact] = []

@@ -17,7 +17,7 @@ from pytest_nsa.report.terminal import brief
 class ReprEntryNative(code.ReprEntryNative):
     """Lines of text: the headline and errors in red, source lines in bold.
 
-    It has the name of its base, by which pytest and xdist restore a report from JSON: as the base, without colour.
+    It has its base's name, by which pytest and xdist restore a report from JSON; the restored entry has no colour.
     """
 
     def toterminal(self, tw: TerminalWriter) -> None:
@@ -41,7 +41,7 @@ class HangLines:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write what the report of a hang has, below pytest's own letter."""
+        """Write the line of a hang below pytest's progress letter."""
         line = getattr(report, "nsa_hang", "")
         terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if line and terminal is not None:

@@ -1,4 +1,4 @@
-"""What pytest counts as failed though no verdict does: a run's report names it. The test of a killed worker gets its verdict."""
+"""Failures that pytest counts and no verdict explains: the run's report lists them. A killed worker's test gets a verdict here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Failures:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a failure until the test runs again, as plugins for retries do."""
+        """Keep a failure until the test runs again, as it does under plugins for retries."""
         nodeid = plain_nodeid(report.nodeid)
         if report.when == "setup":
             self._found.pop(nodeid, None)
@@ -37,16 +37,16 @@ class Failures:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be collected."""
+        """Keep the failure of a module that cannot be collected."""
         if report.failed:
             self._found.setdefault(report.nodeid, _reason(report))
 
     def without_verdict(self) -> dict[str, str]:
-        """Return pytest's reason for each failure that no verdict explains, by the test's id, as they may be written."""
+        """Return pytest's reason for each failure that no verdict explains, by the test's id, secrets masked on request."""
         return {masking.text(nodeid): masking.text(reason) for nodeid, reason in self._found.items()}
 
     def conclude_lost(self, run: Path, recorder: Recorder, extensions: Extensions) -> None:
-        """Give a verdict to each test that a worker was killed in, by the evidence that its ranks have left."""
+        """Give a verdict to each test during which a worker was killed, by the evidence that its ranks left."""
         known = {entry.folder for entry in read_entries(run)}
         for folder in find_test_folders(run) if self._found else ():
             nodeid = self._lost(folder)
@@ -61,11 +61,11 @@ class Failures:
                 del self._found[nodeid]
 
     def _lost(self, folder: Path) -> str:
-        """Return the id of the failed test that a folder is of; '' for another."""
+        """Return the id of the failed test that a folder belongs to; '' for the folder of another test."""
         job = parse(read_text(folder / "job.json"))
         written = str(job.get("nodeid")) if isinstance(job, dict) else ""
         for nodeid in self._found:
-            # Ids that are equal once they are masked have a number.
+            # Ids that are equal after masking have a number.
             if written == nodeid or re.fullmatch(re.escape(masking.text(nodeid)) + r"(-\d+)?", written):
                 return nodeid
         return ""

@@ -1,6 +1,6 @@
 """Folders: one per run, in it one per test, in that one per rank. Names from test ids are sanitised; nothing foreign is deleted.
 
-A run goes on in a temporary folder where its own cannot hold it: read-only, full, over a quota, or not a folder.
+Where the artifacts folder cannot be written to (read-only, full, over a quota, not a folder), a run continues in a temporary one.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class RunFolder:
         self._point_latest(root, path)
 
     def move(self, error: OSError) -> None:
-        """Go on in a temporary folder, as this one cannot be written to. Raises ``error`` where that has been done already."""
+        """Continue in a temporary folder, as this one cannot be written to. Raises ``error`` if the run has moved already."""
         if self._has_moved:
             raise error
         self._has_moved, self._left = True, self._path
@@ -108,7 +108,7 @@ class RunFolder:
         self.report(f"{short_path(self._left or self.root)}: {error.strerror}: evidence goes to {self._path}")
 
     def gather(self) -> None:
-        """At the session's end: where this process or a worker of it has moved, bring the run's lists together there."""
+        """At the session's end, merge the run's lists in the temporary folder, if this process or a worker has moved there."""
         if not self._has_moved and self.name is not None and any(p.is_dir() for p in self.places("")[1:]):
             self._has_moved, self._left = True, self._path
             self._open(private_folder() / "artifacts")
@@ -121,7 +121,7 @@ class RunFolder:
         self._left = None
 
     def places(self, file: str) -> list[Path]:
-        """Return where a file of the run may lie that a worker writes, by now."""
+        """Return the paths at which a worker may have written a file of the run."""
         name, roots = self.name or "", [self.root]
         with contextlib.suppress(OSError):  # no place at all
             roots.append(private_path() / "artifacts")
@@ -189,23 +189,23 @@ class RunFolder:
             return path
 
     def note(self, text: str) -> None:
-        """A line with the time in the run's ``test_execution.log``."""
+        """Append a line with the time to the run's ``test_execution.log``."""
         with where_there_is_room():
             line = f"{time.strftime('%H:%M:%S')} {masking.text(text)}\n"
             append(self.path / "test_execution.log", line.encode(errors="backslashreplace"))
 
     def report(self, text: str) -> None:
-        """Report something that concerns the whole run: in its closing lines, once, whichever worker reports it."""
+        """Report something that concerns the whole run. The closing lines show it once, whichever workers report it."""
         self.note(text)
         with where_there_is_room():
             append_line(self.path / NOTICES, {"text": text})
 
     def announce(self, text: str) -> None:
-        """Something to be read while the test runs."""
+        """Announce something that is to be read while the test runs."""
         self.note(text)
         with where_there_is_room():
             append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
 
     def notices(self) -> list[str]:
-        """Return what `report` reported, by any worker."""
+        """Return what any worker passed to `report`."""
         return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / NOTICES)))

@@ -1,9 +1,9 @@
-"""How a session ends on a signal: with its evidence and reports, however many more come.
+"""How a session ends on a signal: with its evidence and reports, whatever signals follow.
 
 SIGTERM (a job's time limit, a cancelled CI job), SIGHUP (a connection that was dropped) and SIGQUIT end a session with tests on
-ranks as Ctrl-C does. The first one interrupts; those that follow, at any distance, change nothing, and once the reports are
-being written none does. The exit code is 128 + the signal's number; Ctrl-C keeps pytest's 2. Processes that tests fork have the
-handlers of a session without ranks.
+ranks as Ctrl-C does. The first one interrupts; later ones change nothing. While the reports are written, no signal interrupts. The
+exit code is 128 + the signal's number; Ctrl-C keeps pytest's 2. Processes that tests fork have the handlers of a session without
+ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def at_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Callable[[], None]:
-    """Have ``handler`` called at Ctrl-C, as Python's default handler: asyncio and trio take SIGINT from no other. Return what
+    """Install ``handler`` for Ctrl-C, also as Python's default handler: asyncio and trio replace no other. Return a function that
     undoes it.
     """
     before, default = signal.getsignal(signal.SIGINT), signal.default_int_handler
@@ -43,7 +43,7 @@ def at_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Callable[[]
 
 
 class Signals:
-    """A session's handling of signals. Takes over what the program has left as it was: its own handler stays."""
+    """A session's handling of signals. It takes those that have their default handler; a handler of the program stays."""
 
     def __init__(self) -> None:
         self.ended_by = 0
@@ -51,13 +51,13 @@ class Signals:
             False  # under an outer launcher all processes get the signal: the leader ends the test, and then the others
         )
         self._deferred_since = 0.0
-        self._is_interrupted = self._writes = self._is_held = False
+        self._is_interrupted = self._is_writing = self._is_held = False
         self._pending = 0  # the signal that came while a verdict was written
         self._taken: set[int] = set()
         self._undo_interrupt: Callable[[], None] | None = None
 
     def take(self) -> None:
-        """From now on, interrupt at the first signal. Not from a thread, where Python allows none."""
+        """From now on, interrupt at the first signal. No-op in a thread, where Python allows no handlers."""
         if self._taken or self._undo_interrupt or threading.current_thread() is not threading.main_thread():
             return
         self._take_defaults()
@@ -84,7 +84,7 @@ class Signals:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _at_signal(self, number: int, frame: FrameType | None) -> None:
-        # A handler of the program's calls the one before it. Without ranks in the session that is SIG_DFL, which nothing calls.
+        # A handler of the program may call the previous one. In a session without ranks that is SIG_DFL, which it cannot call.
         is_called_by_another = frame is not None and sys._getframe(1) is not frame
         if number == signal.SIGINT or not is_called_by_another:
             self._end(number)
@@ -92,7 +92,7 @@ class Signals:
     def _end(self, number: int) -> None:
         if number != signal.SIGINT:
             self.ended_by = self.ended_by or number
-        if self._writes or self._is_interrupted or self._is_deferred(number):
+        if self._is_writing or self._is_interrupted or self._is_deferred(number):
             return
         if self._is_held:
             self._pending = number
@@ -114,7 +114,7 @@ class Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Write a verdict: a signal in that time interrupts after it, so that no test which has ended is without one."""
+        """Delay signals while a verdict is written, so that every test that has ended gets one."""
         self._is_held = True
         try:
             yield
@@ -124,8 +124,8 @@ class Signals:
                 number, self._pending = self._pending, 0
                 self._end(number)
 
-    def goes_on(self) -> None:
-        """A test begins: whatever was interrupted, a test has caught; one may have put a default back, as asyncio does."""
+    def begin_test(self) -> None:
+        """Reset before a test: an earlier test caught the interrupt, and may have restored a default handler, as asyncio does."""
         self._is_interrupted = False
         self.ended_by = 0
         if self._taken:
@@ -133,14 +133,14 @@ class Signals:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """The reports are being written: nothing interrupts any more."""
-        self._writes = True
+        """Ignore signals from here on: the reports are being written."""
+        self._is_writing = True
         yield
         if self.ended_by and session.exitstatus == pytest.ExitCode.INTERRUPTED:
             session.exitstatus = 128 + self.ended_by
 
     def pytest_unconfigure(self) -> None:
-        """Leave the signals as they were; of a session that one has ended, ignored, as a late one would change its exit code."""
+        """Restore the handlers; if a signal ended the session, ignore signals, as a late one would change the exit code."""
         self._leave(ignored=bool(self.ended_by))
 
 

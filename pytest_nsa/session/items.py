@@ -46,9 +46,9 @@ class RankFailure(Exception):
     def __init__(self, verdict: Verdict, report: str) -> None:
         Exception.__init__(self, verdict.reason)
         self.verdict, self.report = verdict, report
-        self.in_setup = False  # whether a fixture failed on the ranks to blame, and no body
+        self.in_setup = False  # whether the culprits failed in a fixture, not in the body
 
-    # What the culprit's type has of these reads attributes that this instance lacks.
+    # The culprit's type may define these, and read attributes that this instance lacks.
     __hash__ = Exception.__hash__
     __repr__ = Exception.__repr__
 
@@ -80,7 +80,7 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool) -> RankFa
 
 
 def _failed_in_setup(verdict: Verdict, evidence: Evidence) -> bool:
-    """Return whether a fixture raised on each culprit: pytest calls that an error, and no failure of the test."""
+    """Return whether a fixture raised on each culprit: pytest calls that an error, not a failure."""
     return verdict.outcome == "FAIL" and bool(verdict.ranks) and all(
         bool(r.exceptions) and r.exceptions[0].when == "setup" for r in evidence.ranks if r.rank in verdict.ranks
     )  # fmt: skip
@@ -119,7 +119,7 @@ class Ranked(pytest.Function):
         self._take_over(evidence)
         if runner.attachment is None or runner.attachment.leads:
             snapshots.take_over(self, evidence, passed=not verdict.failed)
-        warn_again(self, evidence)
+        repeat_warnings(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):
             pytest.exit("Quitting debugger")
         called = next((rank.pytest_exit for rank in evidence.ranks if rank.pytest_exit), None)
@@ -155,7 +155,7 @@ class Ranked(pytest.Function):
             raise failure
 
     def _take_over(self, evidence: Evidence) -> None:
-        """Properties that the test recorded; what the ranks printed, when it failed."""
+        """Copy the properties that the test recorded to this item, and when it failed, what the ranks printed."""
         self.user_properties.extend(recorded_properties.of_the_test(evidence.ranks))
         log = self.config.stash.get(xml_key, None)
         if log is not None:
@@ -191,8 +191,8 @@ class Ranked(pytest.Function):
         return str(test), (line or 0) + 1
 
 
-def warn_again(item: pytest.Item, evidence: Evidence) -> None:
-    """The ranks' warnings in pytest's own summary, equal ones once; processes that they left running, as warnings too."""
+def repeat_warnings(item: pytest.Item, evidence: Evidence) -> None:
+    """Report the ranks' warnings to pytest, equal ones once, and the processes, threads and exit handlers that they left."""
     found = {}
     for rank in evidence.ranks:
         for w in rank.warnings:
@@ -224,13 +224,13 @@ class RankedTestCase(Ranked, TestCaseFunction):
             super().teardown()
 
 
-# A plugin that runs coroutines; its items run them by `setup` and `runtest`, which in a rank are called as in any process.
-_OF_COROUTINES = "pytest_asyncio.plugin"
+# Its items run coroutines by `setup` and `runtest`, which a rank calls as any process does.
+_PYTEST_ASYNCIO = "pytest_asyncio.plugin"
 
 
 def may_be_ranked(item: pytest.Item) -> bool:
     """Return whether `make_ranked` knows the kind of a collected test."""
-    return type(item) in (pytest.Function, TestCaseFunction) or type(item).__module__ == _OF_COROUTINES
+    return type(item) in (pytest.Function, TestCaseFunction) or type(item).__module__ == _PYTEST_ASYNCIO
 
 
 @functools.cache

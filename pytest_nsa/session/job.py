@@ -35,9 +35,9 @@ def job_of(
 ) -> Job:
     """Build the job of a collected test, whose evidence goes to ``folder``.
 
-    ``values`` are those of host fixtures, ``tried`` is what a bisection changes; ``readings`` has what a plan's table
-    reads failures of its scenarios as. Ranks that are reused stay where the
-    next test needs the same (``next_needs``). ``debugger`` is the name of the socket that lends the terminal, '' for none.
+    ``values`` are those of host fixtures; ``tried`` is what a bisection changes; ``readings`` maps a plan's scenarios to what
+    their failures mean. Ranks that are reused stay if the next test needs the same (``next_needs``). ``debugger`` is the name
+    of the socket that lends the terminal, or ''.
     """
     name = scenario_of(item, tried)
     return Job(
@@ -71,20 +71,20 @@ def job_of(
 
 
 def _file_of(item: pytest.Function) -> str:
-    """Return the file of the test's own code: of a base class's method that may be an installed package's."""
+    """Return the file that defines the test's function; for a method of a base class, it may be in an installed package."""
     code = getattr(inspect.unwrap(item.function), "__code__", None)
     return code.co_filename if code is not None else ""
 
 
 def scenario_of(item: pytest.Function, tried: Variation | None) -> str:
-    """Return the scenario that a test is; '' for any other test, and for what a bisection runs of one."""
+    """Return the scenario that a test is; '' for any other test, and for a run of a bisection."""
     name: str = "" if tried is not None else marked.value(item, "scenario", "")
     return name
 
 
 def _temporary_folder(item: pytest.Function) -> str:
-    """Return a folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none, and
-    cannot ask for one by `request`.
+    """Return a folder for the ranks' tmp_path, made by pytest's own factory; '' if the test takes none and cannot request one
+    by `request`.
 
     Its name is short: tests put Unix sockets into tmp_path, and the path of one has 107 characters.
     """

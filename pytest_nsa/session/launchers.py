@@ -32,7 +32,7 @@ CLOSE_S = 3.0
 
 
 class ZygoteLauncher:
-    """Asks a zygote. ``pid`` is the zygote's where it is a child of this process, else 0: it serves others too."""
+    """Requests ranks from a zygote. ``pid``: the zygote's if it is a child of this process; 0 if it serves other hosts too."""
 
     lost: Collection[int] = ()
 
@@ -158,7 +158,7 @@ class ColdLauncher:
 
     def start(self, job: Job) -> list[int]:
         self._ranks, self._reported = {}, set()
-        self._let_go()
+        self._release_ports()
         self._held = hold_ports()
         parent = os.getpid()
 
@@ -198,7 +198,7 @@ class ColdLauncher:
 
     def signal(self, rank: int, number: int) -> None:
         if rank not in self._reported:
-            os.kill(self._ranks[rank].pid, number)  # not reaped yet, so the pid is its own
+            os.kill(self._ranks[rank].pid, number)  # not reaped yet, so no other process has this pid
 
     def kill(self) -> None:
         for rank, process in self._ranks.items():
@@ -208,10 +208,10 @@ class ColdLauncher:
     def close(self) -> None:
         self.kill()
         self.exits(CLOSE_S)
-        self._let_go()
+        self._release_ports()
 
-    def _let_go(self) -> None:
-        """Of the ports that were held for the last job's ranks."""
+    def _release_ports(self) -> None:
+        """Release the ports that were held for the last job's ranks."""
         for holder in self._held:
             holder.close()
         self._held = []

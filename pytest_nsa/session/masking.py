@@ -34,7 +34,7 @@ def mask_files(folder: Path) -> None:
             _rewrite(rank / name, masked)
         for name in (*_LINES, *_WHOLE):
             _rewrite(rank / name, _by_line(masked))
-        # A board's fields have their size.
+        # A board's fields have fixed sizes: the mask keeps the length.
         _rewrite(rank / "board.bin", masked_in_place, encoding="latin-1")
 
 
@@ -46,7 +46,7 @@ def mask_text(path: Path) -> None:
 
 
 def mask_snapshots(folder: Path) -> None:
-    """Rewrite what ranks compared with snapshots, once it is read: what the host writes has the values that the test gave."""
+    """Rewrite what ranks compared with snapshots. Called after the host has read it: snapshots keep the test's values."""
     from nsa.trace.secrets import masked
 
     for rank in folder.glob("rank*"):
@@ -74,7 +74,7 @@ def _mask_line(line: str, mask: Mask) -> str:
 
 
 def shown_ids(nodeids: Iterable[str]) -> dict[str, str]:
-    """Return tests' ids without what has the form of a secret, by the ids; those that are equal then have a number."""
+    """Return each test's id with secrets masked, by its id; ids that masking makes equal get a number."""
     from nsa.trace.secrets import masked
 
     found: dict[str, str] = {}

@@ -88,7 +88,7 @@ def why_not_light(item: pytest.Item, settings: Settings) -> str:
 
 @functools.cache
 def why_no_ranks() -> str:
-    """Return why no test can run on ranks here, and what to do; '' where torch is there. Imports nothing of it."""
+    """Return why no test can run on ranks here, and what to do; '' where torch can be used. Does not import torch."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:

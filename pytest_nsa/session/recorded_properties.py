@@ -1,4 +1,4 @@
-"""What ranks recorded for reports: rank 0's as they are, what another rank recorded otherwise under its rank."""
+"""What ranks recorded for reports: rank 0's properties unchanged; those in which another rank differs as `rankR.NAME`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _by_rank(ranks: Sequence[RankEvidence], recorded: list[Properties]) -> Itera
 
 
 def _last_of_the_test(rank: RankEvidence) -> Properties:
-    """Return those of the last report: each report has all so far."""
+    """Return the properties of the last report: each report has all recorded so far."""
     reports = [entry["report"] for entry in rank.reports]
     return _pairs(reports[-1].get("user_properties")) if reports else []
 
@@ -39,7 +39,7 @@ def _all_of_the_suite(rank: RankEvidence) -> Properties:
 
 
 def _pairs(found: Any) -> Properties:
-    """Return what a folder has, which any program may have written, as names and values."""
+    """Return names and values of what was read from a folder; drop what has another form, as any program may have written it."""
     if not isinstance(found, list):
         return []
     return [(str(pair[0]), pair[1]) for pair in found if isinstance(pair, list) and len(pair) == 2]

@@ -18,7 +18,7 @@ from pytest_nsa.system.leases import PART, Broker, Lease, default_folder
 
 @functools.cache
 def gpu_memory(settings: Settings) -> int:
-    """Bytes that the smallest GPU here has, by nvidia-smi; 0 where it does not answer."""
+    """Return the bytes of the smallest GPU of this machine, by nvidia-smi; 0 if it does not answer."""
     if settings.fake_gpus:
         return FAKE_GPU_MEMORY
     found = [int(gpu["memory.total"]) for gpu in look_at_gpus() if str(gpu["memory.total"]).isdecimal()]
@@ -33,15 +33,15 @@ class Resources:
         self._for: Needs | None = None
         self._leases: dict[str, Lease] = {}
         self._brokers: dict[str, Broker] = {}
-        self._memory: dict[str, int] = {}  # in use on the GPUs that this process has alone, as they were lent
+        self._memory: dict[str, int] = {}  # in use, when they were leased, on the GPUs that this process does not share
         self._waits_for_memory = True
 
     def holds_for_others(self, needs: Needs) -> bool:
-        """Return whether something is kept here for ranks that stayed, which a test of these needs cannot use."""
+        """Return whether leases are kept for ranks that stayed, which a test with these needs cannot use."""
         return self._for is not None and needs != self._for and bool(self._leases)
 
     def take(self, needs: Needs, test: str) -> dict[str, Lease]:
-        """Wait for what ``test`` needs; what the tests before it left to it is used again. Cores before GPUs, for all tests."""
+        """Wait for what ``test`` needs; leases of earlier tests with equal needs are used again. Cores before GPUs, always."""
         if self._for is not None and needs != self._for:
             self.release()
         if self._for is None:
@@ -50,7 +50,7 @@ class Resources:
                     needs.cores, share=False, holder=test, report=self._report
                 )
             if needs.gpus:
-                # Where the memory of a GPU is not known, a test has it alone.
+                # If the memory of a GPU is not known, a test does not share it.
                 of = gpu_memory(self.settings) // PART if needs.gpu_memory else 0
                 parts = min(-(-needs.gpu_memory // PART), of)
                 self._leases["gpu"] = self._broker("gpu").lease(
@@ -62,7 +62,7 @@ class Resources:
         return self._leases
 
     def release(self) -> None:
-        """Give everything back; a GPU once its memory is free again, or after `FREED_S` with a line to the terminal."""
+        """Release all leases; a GPU once its memory is free again, or after `FREED_S` with a line to the terminal."""
         above = wait_until_freed(self._memory, FREED_S) if self._memory and self._waits_for_memory else {}
         for name, size in above.items():
             self._report(
@@ -76,7 +76,7 @@ class Resources:
         self._for = None
 
     def close(self) -> None:
-        """At the session's end, when no rank of this process is left: give back, and leave no file."""
+        """At the session's end, when no rank of this process is left: release all leases and delete their files."""
         self.release()
         for broker in self._brokers.values():
             broker.clean_up()
@@ -88,7 +88,7 @@ class Resources:
         return self._brokers[kind]
 
     def _report(self, text: str) -> None:
-        """A line to the terminal while a test waits; also from an xdist worker, whose standard error is the controller's."""
+        """Print a line to the terminal while a test waits; also from an xdist worker, which shares the controller's stderr."""
         with past_capture(self.config):
             print(f"\nnsa: {text}", file=sys.__stderr__, flush=True)
 

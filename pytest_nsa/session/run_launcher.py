@@ -19,7 +19,7 @@ class RunLauncher:
         self._launcher: Launcher | None = None
         self._plan: LaunchPlan | None = None
         self._cold: Launcher | None = None  # for tests that need new interpreters, where other tests do not
-        self._unreachable = ""  # why the zygote of all workers is
+        self._unreachable = ""  # why the zygote of all workers cannot be reached
 
     @property
     def plan(self) -> LaunchPlan:
@@ -31,7 +31,7 @@ class RunLauncher:
     def start(self, session: pytest.Session, *, between_tests: bool = False) -> Launcher:
         """Start the launcher, unless it runs, and return it. Raises LaunchError where it cannot be reached.
 
-        Only before the first test may this process be forked: inside one, its state is not what a rank starts from.
+        This process may be forked only before the first test: inside a test, its state is no clean start for a rank.
         """
         if self._launcher is None:
             if self.plan.kind == "fork" and (not between_tests or choose_launcher.why_not_fork(self.config)):
@@ -47,7 +47,7 @@ class RunLauncher:
         return self._launcher
 
     def ready(self, session: pytest.Session) -> Launcher:
-        """Return the launcher once ranks can be started. Where collection leaves no process that may be forked, cold ranks."""
+        """Return the launcher once ranks can be started; that of cold ranks if collection leaves no process that may be forked."""
         if self._launcher is not None and self._launcher.has_ended:
             self.close()
             self.run.report("the process that starts the ranks was ended between two tests: another one serves since")
@@ -62,7 +62,7 @@ class RunLauncher:
         return launcher
 
     def cold(self, session: pytest.Session) -> Launcher:
-        """Return the launcher of new interpreters; ranks that stayed for another test have ended."""
+        """Return the launcher of new interpreters, and kill the ranks that stayed for another test."""
         self.kill_ranks()
         if self._cold is None:
             self._cold = choose_launcher.start("cold", self.config, session, self.run.path / "zygote.log")

@@ -1,4 +1,4 @@
-"""A session's way from a test to its verdict: lease what it needs, run its ranks, conclude, record."""
+"""From a test to its verdict: lease what it needs, run its ranks, conclude, record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pytest_nsa.wire.files import append_line, read_lines, write_json
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
 from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
-# Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
+# Reserved in a test's time for dumping and killing, so that the report comes within its time limit.
 RESERVE_S = 2.0
 FRESH_GROUPS = 50
 
@@ -53,7 +53,7 @@ class RankRunner:
         self.extensions = Extensions(config, folder.report)
         self.resources = Resources(config, settings)
         self.next_item: pytest.Item | None = None
-        self._groups = 0  # that the ranks which stay have formed, one for each test
+        self._groups = 0  # how many groups the ranks that stay have formed, one per test
         self.attachment: Attachment | None = None
         self._terminal = Terminal(config)
         self._debugger: DebuggerServer | None = None
@@ -61,7 +61,7 @@ class RankRunner:
         self._launches = threading.Lock()
 
     def shown_id(self, session: pytest.Session, nodeid: str) -> str:
-        """Return a test's id as it is written."""
+        """Return a test's id as files and reports show it: masked on request."""
         if self.settings.mask_output and not self._shown_ids:
             self._shown_ids = shown_ids(item.nodeid for item in session.items)
         return self._shown_ids.get(nodeid, nodeid)
@@ -94,7 +94,7 @@ class RankRunner:
         tried: Variation | None = None,
         within: str = "",
     ) -> tuple[Verdict, Evidence]:
-        """Run a collected test on its ranks and write everything that is known of it.
+        """Run a collected test on its ranks, and write its verdict and evidence.
 
         ``values`` are those of host fixtures; ``tried`` is what a bisection changes, and ``within`` the folder
         of the failure that it narrows down.
@@ -107,7 +107,7 @@ class RankRunner:
             needs = replace(needs, environment={**needs.environment, **tried.environment})
         folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
-            self.launcher.kill_ranks()  # that stayed for a test that did not come hold what this one is about to wait for
+            self.launcher.kill_ranks()  # ranks that stayed hold what this test is about to wait for
         job = job_of(
             item,
             folder,
@@ -150,11 +150,11 @@ class RankRunner:
     def _bisect(self, item: pytest.Function, needs: Needs, run: Run) -> str:
         try:
             return bisect(item, self.settings, needs, run)
-        except (OSError, LaunchError) as error:  # the failure itself has its verdict
+        except (OSError, LaunchError) as error:  # the failure has its verdict already
             return f"bisect: ended early: {error}"
 
     def _without_too_many_groups(self, job: Job) -> Job:
-        """Let ranks go once they have had `FRESH_GROUPS`: a group that was left keeps its connections while they live."""
+        """End reused ranks after `FRESH_GROUPS` groups: they keep the connections of each earlier group open."""
         self._groups = self._groups + 1 if job.fresh_group else 0
         if self._groups < FRESH_GROUPS:
             return job
@@ -162,16 +162,16 @@ class RankRunner:
         return replace(job, stay=False)
 
     def run_function(self, session: pytest.Session, job: Job) -> Verdict:
-        """Run a function for the fixture `launch`; its folder has been made. One at a time, where threads launch."""
+        """Run a function for the fixture `launch`, in a folder that exists already. Threads that launch take turns."""
         with self._launches:
             return self._run(session, job, keep=True, record=False)[0]
 
     def _run(
         self, session: pytest.Session, job: Job, *, keep: bool, record: bool, is_tried: bool = False
     ) -> tuple[Verdict, Evidence]:
-        """Run a job to its verdict; with ``record`` in the run's list at once, unless other processes have to agree.
+        """Run a job to its verdict. With ``record``, add it to the run's list at once, unless other processes have to agree.
 
-        ``is_tried``: for a bisection, whose interruption leaves the failure's own verdict as it is.
+        ``is_tried``: a run of a bisection; an interrupt of it does not replace the verdict of the failure.
         """
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
@@ -218,7 +218,7 @@ class RankRunner:
         RanksRun(job, launcher, limits, self._monitors(job), suspicions, more=self._more_evidence).run()
 
     def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Return what other sources know of ranks that are about to be stopped."""
+        """Return the facts that hooks add for ranks that are about to be stopped."""
         return [asdict(fact) for fact in self.extensions.collect_evidence(folder, pids)]
 
     def _monitors(self, job: Job) -> list[Monitor]:
@@ -235,7 +235,7 @@ class RankRunner:
         self._terminal(masking.text(text))
 
     def _announce(self, text: str) -> None:
-        """Print it now; an xdist worker's controller passes it on."""
+        """Print an announcement now; of an xdist worker, the controller prints it."""
         text = visible(text)
         self.folder.announce(text)
         if not hasattr(self.config, "workerinput"):

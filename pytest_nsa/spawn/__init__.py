@@ -1,1 +1,1 @@
-"""In the zygote, or in a cold interpreter: how ranks come to be."""
+"""In the zygote, or in a cold interpreter: how ranks are started."""

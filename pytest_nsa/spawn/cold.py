@@ -42,7 +42,7 @@ class ColdSession:
 
 
 def _seed_alike(seed: int) -> None:
-    """Forked ranks begin with one state of the random generators; so do these."""
+    """Seed the random generators equally on all ranks; forked ranks inherit one state."""
     import torch
 
     random.seed(seed)

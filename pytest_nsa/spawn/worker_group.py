@@ -1,4 +1,4 @@
-"""A worker group: the ranks of one group, forked together by the zygote. It runs one job; ahead of it or after it, it may wait."""
+"""A worker group: the ranks of one group, forked together by the zygote. It runs a job; before or after it, it may wait for one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pytest_nsa.system.prctl import fork, kill_group
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 
-# For ranks forked ahead to form their group, once they are wanted; fresh ones leave evidence of what is wrong.
+# For ranks forked ahead to form their group, once a job needs them; after it, new ranks are forked, which leave evidence.
 JOIN_S = 10.0
 
 
@@ -37,14 +37,14 @@ class KeyValues:
         self._waiting: list[tuple[Channel, dict[str, Any]]] = []
 
     def answer(self, asker: Channel, request: dict[str, Any]) -> None:
-        """Answer a request, and those that waited for what it stored."""
-        if not self._is_answered(asker, request):
+        """Answer a request, and the requests that waited for a value that it stores."""
+        if not self._try_answer(asker, request):
             self._waiting.append((asker, request))
         elif self._waiting:
-            self._waiting = [(a, r) for a, r in self._waiting if not self._is_answered(a, r)]
+            self._waiting = [(a, r) for a, r in self._waiting if not self._try_answer(a, r)]
 
-    def _is_answered(self, asker: Channel, request: dict[str, Any]) -> bool:
-        """Answer now, if nothing has to be waited for."""
+    def _try_answer(self, asker: Channel, request: dict[str, Any]) -> bool:
+        """Answer a request if all its keys have values; return whether it was answered."""
         keys = {"wait": request.get("keys", ()), "get": (request.get("key"),)}.get(request["call"], ())
         if not all(key in self._values for key in keys):
             return False
@@ -89,7 +89,7 @@ class WorkerGroup:
     values: KeyValues = field(default_factory=KeyValues)
 
     def fork(self, become: Callable[[int, Channel], None], job: Job | None) -> None:
-        """Fork every rank; in each, ``become(rank, control)`` must never return. ``job`` is what they know from the start."""
+        """Fork every rank; in each, ``become(rank, control)`` must never return. ``job``: None if they receive it later."""
         for rank in self.spec.local_ranks:
             ours, theirs = socket.socketpair()
             pid = fork()
@@ -103,12 +103,12 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """By rank."""
+        """The process ids, in the order of the ranks."""
         return [m.pid for m in sorted(self.members.values(), key=lambda m: m.rank)]
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank is there, and none is about to end."""
+        """Whether every rank lives, and none is being killed."""
         return (
             not self.is_doomed
             and len(self.members) == len(self.spec.local_ranks)
@@ -122,7 +122,7 @@ class WorkerGroup:
 
     @property
     def is_late(self) -> bool:
-        """Whether a job has waited too long for ranks that do not come."""
+        """Whether a job has waited too long for the ranks to join their group."""
         return self.pending is not None and time.monotonic() - self.pending_since > JOIN_S
 
     def fits(self, job: Job) -> bool:
@@ -131,14 +131,14 @@ class WorkerGroup:
 
     def assign(self, number: int, job: Job) -> None:
         """Send every rank its job."""
-        # Ranks that will not stay serve no other test, though they are there until they have ended.
+        # Ranks that do not stay serve no other test, though they live until they have ended.
         self.number, self.reuse, self.pending = number, job.reuse if job.stay else "", None
         for member in self.members.values():
             member.state = "running"
             member.control.send(op="job", job=job.to_json())
 
     def signal(self, rank: int, number: int) -> None:
-        """Signal one rank. Not reaped yet, so the pid is its own."""
+        """Signal one rank. It is not reaped yet, so no other process has its pid."""
         for member in self.members.values():
             if member.rank == rank and member.state != "gone":
                 os.kill(member.pid, number)

@@ -35,12 +35,12 @@ from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
-# All that a rank imports in any test, so that no rank does.
+# What a rank imports in every test: imported here once.
 PRELOAD = (
     "torch", "torch.distributed", "nsa.trace.stall.handlers", "nsa.trace.session", "nsa.trace.stall.threads",
     "nsa.trace.training", "pytest_nsa.rank.store",
 )  # fmt: skip
-# The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.
+# Fixtures that need the modules of rank.process.LATE; without them, they are imported after the first rank that needed them.
 LATE_FIXTURES = {"ddp", "fsdp"}
 PENDING_S = 0.5
 
@@ -56,7 +56,7 @@ class Host:
 
 
 class Zygote:
-    """Serves hosts until the first has gone. ``listener`` is where further ones connect (xdist workers)."""
+    """Serves hosts until the first one disconnects. ``listener`` accepts further hosts (xdist workers)."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Zygote:
         self.hosts = [self.first]
         self.listener = listener
         self._count = 0
-        self._late: set[str] = set()  # what ranks had to import
+        self._late: set[str] = set()  # modules that ranks had to import
         self._is_ended = False
 
     def serve(self) -> None:
@@ -89,7 +89,7 @@ class Zygote:
             make_ranks_config(config)
         gc.freeze()  # pages that no garbage collection touches stay shared with the ranks
         self._random = random.getstate()
-        self._own = set(children())  # what collecting the tests has started is not an orphan
+        self._own = set(children())  # processes that collection has started are no orphans
         self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
         rest = time.monotonic() - began - self._importing_s
         print(f"zygote: imports {self._importing_s:.3f} s, everything else {rest:.3f} s", flush=True)  # to its log
@@ -114,7 +114,7 @@ class Zygote:
             self._drop(host)
 
     def _wait(self, wake: int) -> list[Any]:
-        """Return what can be read now: hosts, members with their host and worker group, and descriptors of this process itself."""
+        """Return what can be read now: hosts, members with their host and worker group, and the descriptors of this process."""
         sources: dict[int, Any] = {wake: wake}
         if self.listener is not None:
             sources[self.listener.fileno()] = self.listener.fileno()
@@ -177,7 +177,7 @@ class Zygote:
             self._drop(host)
 
     def _receive_from_member(self, host: Host, group: WorkerGroup, member: Member) -> None:
-        if member.control.closed:  # by what was received just before
+        if member.control.closed:  # a message handled just before has closed it
             return
         for message in member.control.receive(0):
             if message["op"] == "store":
@@ -199,7 +199,7 @@ class Zygote:
                 host.channel.send(op="refused", number=message["number"], reason=reason)
                 return
             if message["ahead"] is not None and host.ahead is None:
-                with contextlib.suppress(OSError):  # the test itself will report what is wrong
+                with contextlib.suppress(OSError):  # the next test's own start will report the error
                     run = Path(message["job"]["folder"]).parent
                     host.ahead = self._fork(host, GroupSpec.from_json(message["ahead"]), run)
         elif host.current is not None and host.current.number == message["number"]:
@@ -239,7 +239,7 @@ class Zygote:
         self._start_fresh(host, number, job)
 
     def _settle(self, host: Host, group: WorkerGroup) -> None:
-        """A worker group forked ahead is wanted: give it its job once it is ready; one that comes to nothing is replaced."""
+        """Send a worker group that was forked ahead its job once it is ready; replace it if it fails or is late."""
         job, number = group.pending, group.number
         assert job is not None
         assert number is not None
@@ -264,12 +264,12 @@ class Zygote:
     def _fork(self, host: Host, spec: GroupSpec, run: Path, job: Job | None = None) -> WorkerGroup:
         """Fork a worker group: for ``job``, or for a job that it will receive."""
         self._count += 1
-        folder = run / ".worker_groups" / f"{os.getpid()}-{self._count}"  # which a rank makes that needs it
+        folder = run / ".worker_groups" / f"{os.getpid()}-{self._count}"  # made by a rank that needs it
         group = WorkerGroup(spec, folder / "store", held=hold_ports())
         parent = os.getpid()
         host.groups.append(group)
         try:
-            # Made here: what a rank makes after the fork, it makes in pages that it has to copy first.
+            # Made before the fork: an object that a rank makes after it costs the copy of a page.
             ports = numbers_of(group.held)
             ranks = {rank: RankProcess(rank, spec, group.store, self.items, ports=ports) for rank in spec.local_ranks}
             group.fork(lambda rank, control: self._become_rank(parent, ranks[rank], group, control, job), job)
@@ -281,12 +281,14 @@ class Zygote:
     def _become_rank(
         self, parent: int, rank: RankProcess, group: WorkerGroup, control: Channel, job: Job | None
     ) -> None:
-        """Never returns: whatever happens, the child must not go on as a zygote."""
+        """Run the rank and exit: whatever happens, the child must not continue as a zygote."""
         code = 70
         try:
             die_with(parent)
             os.setpgid(0, 0)
-            random.setstate(self._random)  # Python reseeds it in a fork; ranks begin alike, as torch's and numpy's do
+            random.setstate(
+                self._random
+            )  # Python reseeds it in a fork; all ranks begin equal, as with torch's and numpy's
             signal.set_wakeup_fd(-1)
             set_handler(signal.SIGCHLD, signal.SIG_DFL)
             set_handler(signal.SIGTERM, signal.SIG_DFL)
@@ -316,7 +318,7 @@ class Zygote:
                 for pid, member in group.members.items():
                     if member.state == "gone":
                         continue
-                    # Looked at before it is reaped: until then neither its pid nor its group can be anybody else's.
+                    # Until it is reaped, no other process can have its pid or its group.
                     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                         continue
                     kill_group(pid)
@@ -336,7 +338,7 @@ class Zygote:
         end_orphans(self._own | {pid for host in self.hosts for group in host.groups for pid in group.members})
 
     def _drop(self, host: Host) -> None:
-        """A host has gone: its ranks go too."""
+        """End the ranks of a host that has disconnected."""
         for group in host.groups:
             group.kill()
             for pid, member in group.members.items():
@@ -345,12 +347,12 @@ class Zygote:
             group.clean_up()
         host.groups.clear()
         self._end_orphans()
-        host.channel.shut_down()  # and closed: a socket that is only forgotten becomes a warning in the next rank
+        host.channel.shut_down()  # a socket that is not closed becomes a ResourceWarning in the next rank
         self.hosts.remove(host)
 
 
 def by_nodeid(items: Iterable[pytest.Item]) -> dict[str, pytest.Item]:
-    """Items by their id, without the '@group' that xdist appends."""
+    """Return items by their id, without the '@group' that xdist appends."""
     return {plain_nodeid(item.nodeid): item for item in items}
 
 
@@ -363,13 +365,13 @@ class ServeSession:
         self.failures: dict[str, str] = {}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep why something cannot be collected here, though the host could."""
+        """Keep the error of a module that cannot be collected here, though the host could."""
         if report.failed:
             *_, last = report.longreprtext.strip().splitlines() or [""]
             self.failures[report.nodeid] = last.removeprefix("E").strip()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        # A child cannot speak to the terminal: what it collected is in the hosts' hands already.
+
         Zygote(by_nodeid(session.items), self.first, self.listener, self.failures).serve()
         return True

@@ -1,4 +1,4 @@
-"""What a rank leaves running: found, reported and ended. Orphans come to the rank itself, or to the zygote when it has died."""
+"""Find, report and end the processes that a rank leaves. The rank adopts orphans; the zygote does if the rank has died."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def children() -> list[int]:
 
 
 def end_orphans(known: Collection[int]) -> None:
-    """SIGKILL and reap every child that is not in ``known``: the kernel made it ours when the rank that started it died."""
+    """SIGKILL and reap every child that is not in ``known``: this process adopted it when the rank that started it died."""
     for _ in range(_MAX_ROUNDS):
         orphans = [pid for pid in children() if pid not in known]
         if not orphans:
@@ -33,15 +33,15 @@ def end_orphans(known: Collection[int]) -> None:
 
 
 def end_groups_of_the_dead(leaders: Collection[int], since: float) -> None:
-    """SIGKILL what dead ranks left, when the zygote that looks after that has been killed.
+    """SIGKILL the processes that dead ranks left, after the zygote, which usually does it, has been killed.
 
     ``leaders`` are the ranks' pids, each of which led a process group. The kernel gives no new process the number of a
-    group that still has members; where a process has such a pid, the group is another's and is left alone. So is what
-    began before ``since`` (seconds since boot), when the launcher was started.
+    group that still has members; if a process has such a pid, the group belongs to it and is not touched. Nor are processes
+    that began before ``since`` (seconds since boot), when the launcher was started.
     """
     deadline = time.monotonic() + _LAST_BREATH_S
     while any(map(_is_alive, leaders)) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the kernel ends them with the zygote, not before our own news of it
+        time.sleep(0.01)  # the kernel ends them with the zygote; this process may learn of the zygote's end first
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = stat_of(path)
@@ -56,13 +56,13 @@ def _is_alive(pid: int) -> bool:
 
 
 def end_leftovers() -> list[str]:
-    """In a rank, after its test: end its children and theirs; returns the command lines of those without another keeper.
+    """In a rank, after its test: end its children and theirs; return the command lines of those that should not have been left.
 
-    Daemonic children of multiprocessing and its servers (data loaders have them) end with their parent by design.
+    Daemonic children of multiprocessing and its servers (data loaders have them) are not returned: they end with their parent.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # there is none
+    except ChildProcessError:  # no child exists
         return []
     left = children()
     expected = _expected()
@@ -92,13 +92,13 @@ def _expected() -> set[int]:
 
 
 def _describe(pid: int) -> tuple[str, str]:
-    """State letter and command line of a child."""
+    """Return the state letter and the command line of a child."""
     fields = stat_of(Path(f"/proc/{pid}"))
     return (fields[0], command_line(pid) or "?") if fields else ("Z", "")
 
 
 def _end(pid: int) -> None:
-    """A child of ours: its pid is its own until we reap it."""
+    """SIGKILL and reap a child; until it is reaped, no other process has its pid."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):

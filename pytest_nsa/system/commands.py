@@ -1,4 +1,4 @@
-"""The command lines of processes, for evidence: without the arguments that are secrets."""
+"""The command lines of processes, for evidence, with secrets masked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MOST = 200  # characters
 
 
 def command_line(pid: int, most: int = MOST) -> str:
-    """Return the first ``most`` characters of a process's command line, without secrets; '' when it has gone."""
+    """Return the first ``most`` characters of a process's command line, with secrets masked; '' if it has ended."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:

@@ -14,11 +14,11 @@ from pytest_nsa.system.commands import command_line
 from pytest_nsa.system.procfs import stat_of, status_of
 
 TICKS = os.sysconf("SC_CLK_TCK")
-MOST = 1000  # characters of a command, in which a helper is recognised
-GONE_S = 2.0  # for ended processes to go: their ports are free then
+MOST = 1000  # characters of a command, by which a helper is recognised
+GONE_S = 2.0  # for killed processes to end, so that their ports are free
 # Servers of multiprocessing and compilers, which serve the whole session.
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
-_STATE, _PARENT, _USER, _SYSTEM, _BEGAN = 0, 1, 11, 12, 19  # /proc/PID/stat, behind the command's name
+_STATE, _PARENT, _USER, _SYSTEM, _BEGAN = 0, 1, 11, 12, 19  # fields of /proc/PID/stat after the command's name
 
 Key = tuple[int, int]
 
@@ -27,7 +27,7 @@ Key = tuple[int, int]
 class Process:
     """A process as /proc showed it.
 
-    ``began``: in clock ticks since boot. ``cpu``: in clock ticks. ``status``: how it ended, of one that was not reaped yet.
+    ``began``: in clock ticks since boot. ``cpu``: in clock ticks. ``status``: the wait status, if it has ended and is not reaped.
     """
 
     pid: int
@@ -39,17 +39,17 @@ class Process:
 
     @property
     def key(self) -> Key:
-        """Number and start time: the kernel gives a number again."""
+        """Pid and start time: the kernel reuses pids."""
         return self.pid, self.began
 
     @property
     def has_ended(self) -> bool:
-        """Whether it runs no code any more."""
+        """Whether it has ended."""
         return self.state in ("Z", "X")
 
     @property
     def command(self) -> str:
-        """The command line, without secrets; '' of a process that has ended."""
+        """The command line, with secrets masked; '' for a process that has ended."""
         return command_line(self.pid, MOST)
 
     @property
@@ -88,10 +88,10 @@ class Started:
     owners: dict[Key, str] = field(default_factory=dict)
 
     def look(self, owner: str, since: int, before: Collection[int] = ()) -> list[Process]:
-        """Return those that are there, in the order of their numbers; a new one belongs to its parent's owner, else to ``owner``.
+        """Return the existing ones, in the order of their pids; a new one belongs to its parent's owner, else to ``owner``.
 
-        Of this process's own children those that began before ``since``, and were never seen, are not from tests; nor are those
-        ``before`` that began in the same tick.
+        Children of this process that began before ``since`` and were never seen are not from tests; nor are those in ``before``
+        that began in the same tick.
         """
         table = _processes()
         mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
@@ -107,7 +107,7 @@ class Started:
         return [table[pid] for pid in sorted(mine)]
 
     def _is_lost(self, process: Process) -> bool:
-        """Whether the parent of a process of ours has ended: the process carries the variable alone."""
+        """Return whether a process is known only by the variable that it inherited, because its parent has ended."""
         with contextlib.suppress(OSError):
             if Path(f"/proc/{process.pid}").stat().st_uid != os.getuid():
                 return False  # another user may have set the variable
@@ -125,7 +125,7 @@ def _add_children(owners: dict[int, str], table: dict[int, Process]) -> None:
 
 
 def end(processes: Iterable[Process]) -> None:
-    """SIGKILL processes, and wait until they have gone. One of the same number that began at another time gets no signal."""
+    """SIGKILL processes, and wait until they have ended. A process that has reused a pid gets no signal."""
     waiting = []
     for process in processes:
         with contextlib.suppress(OSError):

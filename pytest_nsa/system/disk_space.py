@@ -1,4 +1,4 @@
-"""Room for evidence: what a folder can hold, space that is set aside before it is needed, and a place of one's own."""
+"""Disk space for evidence: check a folder, reserve space before it is needed, and make folders private to this user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 62
 
 @contextlib.contextmanager
 def where_there_is_room() -> Iterator[None]:
-    """Write what can be done without: a full disk, or a file that may not grow, ends nothing."""
+    """Ignore the errors of a full disk, or of a file that may not grow, for data that is not essential."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def largest_file() -> int:
 
 
 def check_room(folder: Path) -> None:
-    """Raise OSError where ``folder`` cannot be written to, or has no room: by writing, as a quota shows in nothing else."""
+    """Raise OSError if ``folder`` cannot be written to, or has no room. Tested by writing: a quota is not visible otherwise."""
     probe = folder / f".room.{os.getpid()}"
     try:
         reserve(probe, NEEDED)
@@ -44,35 +44,35 @@ def check_room(folder: Path) -> None:
 
 
 def check_space(folder: Path) -> None:
-    """Raise OSError where the disk of ``folder`` is full, or nearly so."""
+    """Raise OSError if the disk of ``folder`` is full, or nearly full."""
     usage = os.statvfs(folder)
     if usage.f_bavail * usage.f_frsize < NEEDED:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def reserve(path: Path, size: int, *, keep_size: bool = False) -> None:
-    """Make a file that has its space on the disk: ``size`` bytes of zeros, or with ``keep_size`` none yet, to append to.
+    """Make a file with ``size`` bytes reserved on the disk: filled with zeros, or with ``keep_size`` empty, to append to.
 
-    Raises OSError where there is no room. Up to the limit of `ulimit -f`.
+    Reserves at most the limit of `ulimit -f`. Raises OSError if there is no room.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         size = min(size, largest_file())
         if not keep_size:
             os.posix_fallocate(fd, 0, size)
-        elif (number := set_aside(fd, size)) in NO_ROOM:  # another error: a file system that knows no such thing
+        elif (number := set_aside(fd, size)) in NO_ROOM:  # for another error, the file system cannot reserve space
             raise OSError(number, os.strerror(number), str(path))
     finally:
         os.close(fd)
 
 
 def private_folder() -> Path:
-    """Make a folder for files of this user's, which no other user reaches. Raises PermissionError when another user has made it."""
+    """Make a folder for this user's files, which no other user can reach. Raises PermissionError if another user has made it."""
     return own_folder(private_path())
 
 
 def private_path() -> Path:
-    """Return where `private_folder` is or would be: in the first place that has room. Raises OSError without any."""
+    """Return the path of `private_folder`: in the first place that has room, else in the folder for temporary files."""
     for base in (Path(tempfile.gettempdir()), Path("/dev/shm")):
         with contextlib.suppress(OSError):
             check_space(base)
@@ -81,9 +81,9 @@ def private_path() -> Path:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder that no other user reaches. Raises PermissionError when another user has made it."""
+    """Make a folder that no other user can reach. Raises PermissionError if another user has made it."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()  # not what another user's link leads to
+    status = folder.lstat()  # lstat: another user may have made a link
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(
             errno.EPERM, "belongs to another user; remove it, or set XDG_RUNTIME_DIR or TMPDIR", str(folder)
@@ -92,7 +92,7 @@ def own_folder(folder: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that other users cannot write into them, whatever the umask."""
+    """Make a folder and its parents, which other users cannot write to, whatever the umask is."""
     if folder.is_dir():
         return
     if folder.parent != folder:
@@ -104,14 +104,14 @@ def make_folder(folder: Path) -> None:
             raise
         return  # another process has made it
     mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & stat.S_IWOTH:  # no umask: what it would keep from the group is not known
+    if mode & stat.S_IWOTH:  # without a umask, the intended permissions of the group are unknown
         folder.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
 
 
 def owner_in(folder: Path) -> int:
-    """Return the user that owns what this process makes in a folder.
+    """Return the user that owns files which this process makes in a folder.
 
-    Some file systems have another owner for every file: NFS for root, those that a machine shares with its containers.
+    Some file systems change the owner: NFS for root, and those that a machine shares with its containers.
     """
     try:
         made = tempfile.mkdtemp(prefix=".owner.", dir=folder)

@@ -1,4 +1,4 @@
-"""Folders with all that is in them, removed by descriptors: no link is followed, and nothing that is mounted there is touched."""
+"""Remove folders with their content, by descriptors: no link is followed, and nothing that is mounted there is removed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_folder(name: str | Path, within: int | None = None) -> int:
-    """Return a descriptor of a folder. Raises OSError; for a link, too."""
+    """Return a descriptor of a folder. Raises OSError, also for a link."""
     return os.open(name, _FOLDER, dir_fd=within)
 
 
 def has_mounts(folder: Path) -> bool:
-    """Return whether something is mounted at a folder or below it; True where the kernel does not show what is mounted."""
+    """Return whether something is mounted at a folder or below it; True if the kernel does not list the mounts."""
     try:
         with open("/proc/self/mountinfo", "rb", buffering=0) as file:
             lines = os.fsdecode(file.readall()).splitlines()
@@ -27,13 +27,13 @@ def has_mounts(folder: Path) -> bool:
 
 
 def _unescaped(path: str) -> str:
-    """Return a path of mountinfo, which writes spaces and the like as octal numbers."""
+    """Return a path of mountinfo with its octal escapes (for spaces and others) decoded."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def remove_tree(folder: Path) -> bool:
-    """Remove a folder and what is in it, unless something is mounted there, and what lies on another file system. Return whether
-    all of it has gone.
+    """Remove a folder and its content, except content on another file system; no-op if something is mounted there. Return whether
+    all of it was removed.
     """
     if has_mounts(folder):
         return False

@@ -1,6 +1,6 @@
-"""What the driver reports of the GPUs: at a stall, whether they compute and how full they are; and the errors that it logs (Xid).
+"""What the driver reports of the GPUs: at a stall, their load and memory; and the errors that it logs (Xid).
 
-By NVML where the package nvidia-ml-py is installed (the extra ``gpu``), else by the program nvidia-smi, which knows no errors.
+Read by NVML if the package nvidia-ml-py is installed (the extra ``gpu``), else by the program nvidia-smi, which reports no errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "temperatu
 
 @functools.cache
 def nvml() -> Any:
-    """The package pynvml, initialised; None without it, or without a driver."""
+    """Return the package pynvml, initialised; None without it, or without a driver."""
     try:
         import pynvml
     except ImportError:
@@ -57,7 +57,7 @@ def gpu_names() -> list[str]:
 
 
 def look_at_gpus() -> list[dict[str, Any]]:
-    """Return a dictionary a GPU (percent, MiB, °C); [] where neither NVML nor nvidia-smi answers."""
+    """Return a dictionary per GPU (percent, MiB, °C); [] if neither NVML nor nvidia-smi answers."""
     library = nvml()
     if library is not None:
         with contextlib.suppress(library.NVMLError):
@@ -91,9 +91,9 @@ def memory_used(names: Sequence[str]) -> dict[str, int]:
 
 
 def wait_until_freed(before: Mapping[str, int], seconds: float) -> dict[str, int]:
-    """Wait until each GPU has no more bytes in use than ``before``, and `SLACK`: a killed process's memory is freed after its exit.
+    """Wait until each GPU has at most `SLACK` bytes more in use than ``before``: a killed process's memory is freed after its exit.
 
-    Return the bytes that are still in use above that after ``seconds``, by GPU.
+    Return, by GPU, the bytes that are in use beyond ``before`` if that has not happened after ``seconds``; else {}.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -116,14 +116,14 @@ def _look_at(library: Any, index: int) -> dict[str, Any]:
 
 
 class XidWatch:
-    """The errors that the driver logs of the GPUs from now on. Without NVML no errors can be read."""
+    """Collects the errors that the driver logs of the GPUs from now on. Without NVML no errors can be read."""
 
     def __init__(self) -> None:
         self._library = nvml()
         self._events: Any = None
         if self._library is None:
             return
-        with contextlib.suppress(self._library.NVMLError):  # a driver, or a virtual GPU, that has no such events
+        with contextlib.suppress(self._library.NVMLError):  # a driver, or a virtual GPU, without such events
             self._events = self._library.nvmlEventSetCreate()
             for index in range(self._library.nvmlDeviceGetCount()):
                 device = self._library.nvmlDeviceGetHandleByIndex(index)
@@ -132,18 +132,18 @@ class XidWatch:
                 )
 
     def read(self) -> list[dict[str, int]]:
-        """Return ``{"gpu": index, "xid": number}`` of each since the last call, oldest first."""
+        """Return ``{"gpu": index, "xid": number}`` for each error since the last call, oldest first."""
         found: list[dict[str, int]] = []
         while self._events is not None:
             try:
                 event = self._library.nvmlEventSetWait_v2(self._events, 0)
                 found.append({"gpu": self._library.nvmlDeviceGetIndex(event.device), "xid": int(event.eventData)})
-            except self._library.NVMLError:  # none is left
+            except self._library.NVMLError:  # no event is left
                 break
         return found
 
     def close(self) -> None:
-        """Give the driver's events back."""
+        """Free the set of events."""
         if self._events is not None:
             with contextlib.suppress(self._library.NVMLError):
                 self._library.nvmlEventSetFree(self._events)

@@ -1,10 +1,10 @@
-"""GPUs and cores, handed to one test at a time on this machine: lock files that the kernel frees when their holder dies.
+"""Leases of GPUs and cores, each for one test at a time on this machine: lock files that the kernel frees when their holder dies.
 
-A process that waits holds a ticket; the oldest living ticket alone takes, all that it needs or nothing. So tests are served in
-order, and no two can wait for each other. It works between the workers of a run and between runs of a user.
+A process that waits holds a ticket. Only the oldest ticket of a live process takes resources, and it takes all that it needs or
+none. So tests are served in order, and no two wait for each other. This works between the workers of a run and the runs of a user.
 
-A GPU's memory is lent in parts of `PART` bytes: a test that names what it needs shares the GPU with others that do, as long as
-all fit, each part its own lock file. A test that names nothing has the whole GPU.
+A GPU's memory is lent in parts of `PART` bytes, with a lock file per part: a test that names its memory shares the GPU with others
+that do, as long as all fit. A test that names no memory gets the whole GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LAST_RANKS_S = 1.0
 
 
 def _runtime_folder() -> Path | None:
-    """Return where this user's processes keep what lives no longer than they; None where the system names no such place."""
+    """Return the folder for runtime files of this user's processes; None if the system names none."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) if base and os.access(base, os.W_OK) else None
 
 
 def default_folder() -> Path:
-    """Return where this user's lock files lie. Raises PermissionError when another user has made the folder."""
+    """Make and return the folder of this user's lock files. Raises PermissionError if another user has made it."""
     base = _runtime_folder()
     folder = base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
     return own_folder(folder)
@@ -42,14 +42,16 @@ def default_folder() -> Path:
 
 @dataclass(kw_only=True)
 class Lease:
-    """What a test was given. ``names`` are those of the resources; released by `release`, or by the kernel."""
+    """The resources that a test was given, by ``names``; released by `release`, or by the kernel. ``in_use``: the files that its
+    ranks lock while they live.
+    """
 
     names: tuple[str, ...] = ()
     in_use: tuple[str, ...] = ()
     _locks: list[_Lock] = field(default_factory=list)
 
     def release(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         for lock in self._locks:
             lock.release()
         self._locks.clear()
@@ -62,14 +64,15 @@ class Broker:
     folder: Path
     kind: str
     names: Sequence[str]
-    _lent: set[Path] = field(default_factory=set)  # what ranks of ours hold while they live
+    _lent: set[Path] = field(default_factory=set)  # files that ranks of this process hold while they live
 
     def lease(
         self, count: int, *, share: bool, holder: str, report: Callable[[str], None], parts: int = 0, of: int = 0
     ) -> Lease:
-        """Wait for ``count`` of them, or for ``parts`` of the ``of`` parts that each has. ``report`` receives what is waited for.
+        """Wait for ``count`` resources, or for ``parts`` of the ``of`` parts of each. ``report`` is called with a text while it
+        waits.
 
-        Raises ValueError when there are not so many.
+        Raises ValueError if this machine has fewer.
         """
         if count > len(self.names):
             raise ValueError(f"needs {count} {self.kind}s, this machine has {len(self.names)}")
@@ -92,14 +95,14 @@ class Broker:
         """Remove the files that no process holds."""
         deadline = time.monotonic() + LAST_RANKS_S
         while not all(_Lock.is_free(path) for path in self._lent) and time.monotonic() < deadline:
-            time.sleep(0.01)  # our own last ranks are on their way out
+            time.sleep(0.01)  # the last ranks of this process are about to end
         for path in self.folder.glob(f"{self.kind}-*"):
             _Lock.is_free(path)
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # empty: no other process uses it
 
     def _take(self, count: int, share: bool, holder: str, parts: int = 0, of: int = 0) -> Lease | None:
-        """Return all or nothing, without waiting."""
+        """Return a lease of all that is needed, or None, without waiting."""
         locks: list[_Lock] = []
         taken, uses = [], []
         for name in self.names:
@@ -119,11 +122,11 @@ class Broker:
         return None
 
     def _take_one(self, name: str, share: bool, parts: int, of: int) -> tuple[list[_Lock], list[Path]] | None:
-        """Return the locks of one of them, and the files that its ranks will hold; None when it is not to be had now."""
+        """Return the locks of one resource, and the files that its ranks will hold; None if it is not free now."""
         lock = _Lock(self._path(name))
         if not lock.try_lock(share=share or parts > 0):
             return None
-        # Ranks of a killed host's test may live on for a moment: they hold the second file.
+        # Ranks of a killed host may live for a moment longer: they hold the second file.
         in_use = [self._use_path(name), *self.folder.glob(self._use_path(f"{name}-part*").name)]
         if parts == 0:
             if share or all(_Lock.is_free(path) for path in in_use):
@@ -146,7 +149,7 @@ class Broker:
         return None
 
     def _held(self) -> str:
-        """Return the holders, for the test that waits."""
+        """Return a text that names the holders, for the test that waits."""
         holders = {}
         for name in self.names:
             with contextlib.suppress(OSError):
@@ -192,11 +195,11 @@ class _Lock:
         self._share = False
 
     def try_lock(self, *, share: bool) -> bool:
-        """Lock it without waiting; whether that worked."""
+        """Lock it without waiting; return whether that succeeded."""
         while True:
             try:
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # the last holder of anything has just removed the folder
+            except FileNotFoundError:  # the last holder of a lock has just removed the folder
                 self.path.parent.mkdir(mode=0o700, exist_ok=True)
                 continue
             try:
@@ -229,7 +232,7 @@ class _Lock:
 
     @staticmethod
     def is_free(path: Path) -> bool:
-        """Return whether no process holds it; what a dead process left is removed."""
+        """Return whether no process holds it; remove the file of a dead process."""
         lock = _Lock(path)
         if not path.exists():
             return True
@@ -240,7 +243,7 @@ class _Lock:
 
 
 def hold_while_alive(paths: Sequence[str]) -> list[_Lock]:
-    """In a rank: mark resources as in use for as long as this process lives and keeps what is returned."""
+    """In a rank, mark resources as in use while this process lives and keeps the returned locks."""
     held = [_Lock(Path(path)) for path in paths]
     for lock in held:
         while not lock.try_lock(share=True):  # another process is checking whether it is free

@@ -9,9 +9,9 @@ from typing import Any
 
 
 def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Return per rank (rank -> pid) the path of the lock that it waits for (``waits_for_lock``) and the ranks that hold that
-    (``held_by``); and a file that it has open while another rank holds a lock on it (``open_and_locked``, ``locked_by``), as it
-    has that polls for the lock. Ranks without any are skipped.
+    """Return, per rank of ``pids`` (rank -> pid), the file of the lock that it waits for (``waits_for_lock``) and the ranks that
+    hold it (``held_by``); and a file that it has open while another rank holds a lock on it (``open_and_locked``, ``locked_by``):
+    the rank may poll for that lock. Ranks without both are skipped.
     """
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
@@ -25,7 +25,7 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
             (waited if "->" in line else held).setdefault(fields[5], []).append(int(fields[4]))
     ranks = {pid: rank for rank, pid in pids.items()}
     if not any(pid in ranks for holders in (*held.values(), *waited.values()) for pid in holders):
-        return {}  # the open files of many ranks are many
+        return {}  # saves a look at the open files of many ranks
     found: dict[int, dict[str, Any]] = {}
     for pid, rank in ranks.items():
         wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")

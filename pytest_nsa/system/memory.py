@@ -1,4 +1,4 @@
-"""Memory of this process, as /proc has it: what it holds, and the most that it has held since a moment."""
+"""Memory of this process, by /proc: its present size, and its peak since a moment."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _RESET_PEAK = b"5"  # proc(5): clear_refs
 
 
 class AddedMemory:
-    """The memory that this process takes from now on.
+    """The memory that this process adds from now on.
 
-    A fork begins with its parent's pages, many or few: what two runs of a test can be compared by is what it adds.
+    A fork begins with its parent's pages, so only the added memory can be compared between two runs of a test.
     """
 
     def __init__(self) -> None:
@@ -21,15 +21,13 @@ class AddedMemory:
                 os.write(fd, _RESET_PEAK)
             finally:
                 os.close(fd)
-        except OSError:  # a kernel without it, or a sandbox: the peak since the start is all that is known
+        except OSError:  # a kernel without it, or a sandbox: only the peak since the start is known
             self._began: float | None = None
         else:
             self._began = _mib(b"VmRSS:")
 
     def peaks(self) -> dict[str, float]:
-        """Return ``peak_mib``, the most that was held, and ``added_mib``, how much more that is than at the beginning; unknown
-        values are omitted.
-        """
+        """Return ``peak_mib``, the peak, and ``added_mib``, the peak less the size at the beginning; unknown values are omitted."""
         peak = _mib(b"VmHWM:")
         if peak is None:
             return {}

@@ -20,9 +20,9 @@ _NO_COOKIE = 0xFFFFFFFF
 
 
 def reads_from_parent(pid: int) -> bool:
-    """Return whether a process's main thread reads from a pipe or Unix socket that its parent has the other end of.
+    """Return whether a process's main thread reads from a pipe or Unix socket with its parent at the other end.
 
-    False where the kernel shows no system call (a sandbox, another user's process).
+    False if the kernel does not show the system call (a sandbox, another user's process).
     """
     link = _read_from(pid)
     fields = stat_of(Path(f"/proc/{pid}"))
@@ -34,7 +34,7 @@ def reads_from_parent(pid: int) -> bool:
 
 
 def _read_from(pid: int) -> tuple[str, int] | None:
-    """Return what the main thread reads from: its kind and inode."""
+    """Return kind and inode of the pipe or socket that the main thread reads from; None without one."""
     with contextlib.suppress(OSError):
         call, *arguments = Path(f"/proc/{pid}/syscall").read_text(encoding="ascii").split()
         if call in _READS.get(platform.machine(), ()):
@@ -52,7 +52,7 @@ def _peer_of(inode: int) -> int:
         kernel.send(header + body)
         answer = kernel.recv(1 << 16)
         (kind,) = struct.unpack_from("=H", answer, 4)
-        at = 32  # behind both headers: attributes, each with its length and kind, to 4 bytes
+        at = 32  # after both headers: attributes, each with its length and kind, aligned to 4 bytes
         while kind == _BY_FAMILY and at + 4 <= len(answer):
             length, name = struct.unpack_from("=HH", answer, at)
             if name == _PEER and at + 8 <= len(answer):

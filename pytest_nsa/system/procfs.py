@@ -1,4 +1,4 @@
-"""What /proc reports of a process: reading it disturbs no process. What a sandboxed kernel does not show stays empty."""
+"""What /proc reports of a process. Reading it disturbs no process; values that a sandbox hides are empty."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pytest_nsa.system.commands import command_line
 REST_S = 0.02
 REST_LOOKS = 10
 _STATUS = 49  # among the fields of stat_of
-LEVELS = 3  # of processes below one, that are looked at
+LEVELS = 3  # of descendants that are looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """A look at a process: state letter, wait channel, CPU seconds (those of its main thread, those in the kernel, and those of
-    the processes below it), page faults, bytes written to whatever files and pipes, what its children run, how those
-    ended that it has not waited for, and the program that it runs where that is neither this one's nor a Python.
+    """A look at a process: state letter, wait channel, CPU seconds (also of its main thread, in the kernel, and of its
+    descendants), page faults, bytes written to files and pipes, the commands of its children, how children ended that it has
+    not waited for, and its program if that is neither this process's nor a Python.
     """
 
     state: str
@@ -41,7 +41,7 @@ class ProcessState:
 
 
 def look_at(pid: int) -> ProcessState | None:
-    """Read /proc for ``pid``; None when it has gone."""
+    """Read /proc for ``pid``; None if it has ended."""
     proc = Path("/proc") / str(pid)
     fields = stat_of(proc)
     if not fields:
@@ -66,7 +66,7 @@ def look_at(pid: int) -> ProcessState | None:
 
 
 def _other_program(proc: Path) -> str:
-    """Return the name of the program that a process runs; '' for this one's, for a Python, and where it cannot be read."""
+    """Return the name of a process's program; '' if it is this process's program, a Python, or cannot be read."""
     try:
         path, own = os.readlink(proc / "exe"), os.readlink("/proc/self/exe")
     except OSError:
@@ -81,7 +81,7 @@ def is_runnable(pid: int) -> bool:
 
 
 def began(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot; 0 when it has gone. The kernel gives its number again."""
+    """Return when a process began, in clock ticks since boot; 0 if it has ended. With it, a reused pid can be detected."""
     fields = stat_of(Path("/proc") / str(pid))
     return int(fields[19]) if len(fields) > 19 else 0
 
@@ -93,20 +93,20 @@ def has_more_threads(pid: int, count: int) -> bool:
 
 
 def stat_of(folder: Path) -> list[str]:
-    """Return the fields of ``stat`` in a process's or thread's folder of /proc, from its state on, which is behind the command's
-    name; [] when it has gone.
+    """Return the fields of ``stat`` in a process's or thread's folder of /proc, from the state on, which follows the command's
+    name; [] if it has ended.
     """
     return _read(folder / "stat").rpartition(")")[2].split()
 
 
 def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
-    """Return user and kernel seconds from the fields of a ``stat`` file behind the command's name; zeros where it was not read."""
+    """Return user and kernel seconds from the fields that `stat_of` returns; zeros for []."""
     ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13]]
     return (ticks[0], ticks[1]) if len(ticks) == 2 else (0.0, 0.0)
 
 
 def _cpu_seconds_of(pids: list[int], levels: int = LEVELS) -> float:
-    """Return the CPU seconds of processes, and of those below them."""
+    """Return the CPU seconds of processes and their descendants."""
     found = sum(sum(_cpu_seconds(stat_of(Path("/proc") / str(pid)))) for pid in pids)
     return found + sum(_cpu_seconds_of(children_of(pid), levels - 1) for pid in pids) if levels > 1 else found
 
@@ -121,17 +121,17 @@ def children_of(pid: int) -> list[int]:
 
 
 def open_files(pid: int) -> list[str]:
-    """Return what a process's descriptors lead to, '/tmp/x', 'pipe:[123]'; [] where the kernel does not show them."""
+    """Return the targets of a process's descriptors, '/tmp/x', 'pipe:[123]'; [] if the kernel does not show them."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed since
+            with contextlib.suppress(OSError):  # it has just been closed
                 found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     return found
 
 
 def _end_of(pid: int) -> str:
-    """Return how a process ended that its parent has not waited for; '' of one that runs."""
+    """Return how a process ended that its parent has not waited for; '' if it runs."""
     fields = stat_of(Path(f"/proc/{pid}"))
     return how_it_ended(status_of(fields)) if fields[:1] == ["Z"] else ""
 
@@ -148,7 +148,7 @@ def how_it_ended(status: int) -> str:
 
 
 def _child(command: str, parents: str) -> str:
-    """Return what a child process runs: a fork has its parent's command line, and has begun nothing else."""
+    """Return the command of a child process; 'a fork of it' if it has its parent's command line."""
     return "a fork of it" if command == parents else command
 
 
@@ -160,23 +160,23 @@ def catches(pid: int, number: int) -> bool:
 
 
 def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dict[str, Any]:
-    """Return what changed between two looks at a process, ``elapsed`` seconds between them, as facts for the evidence."""
+    """Return the changes between two looks at a process, with ``elapsed`` seconds between them, as facts for the evidence."""
     facts = asdict(after)
     facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
     facts["main_cpu_share"] = round((after.main_cpu_s - before.main_cpu_s) / elapsed, 3)
     facts["below_cpu_share"] = round(max(0.0, after.below_cpu_s - before.below_cpu_s) / elapsed, 3)
     facts["written_per_s"] = round((after.written - before.written) / elapsed, 1)
-    # Of the time that it computed.
+    # A share of its CPU time.
     facts["kernel_share"] = round((after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3)
     facts["faults_per_s"] = round((after.faults - before.faults) / elapsed, 1)
     return facts
 
 
 def restless_threads() -> list[str]:
-    """Return names of this process's other threads that do not rest: no moment is found in which none of them runs.
+    """Return the names of this process's other threads that are not idle within `REST_LOOKS` looks.
 
-    A thread that rests in a system call holds no lock that a forked child would wait for in vain; one that runs may.
+    A thread that is idle in a system call holds no lock that a forked child would wait for in vain; a running thread may.
     """
     names = {t.native_id: t.name for t in threading.enumerate()}
     now = _thread_activity()
@@ -191,7 +191,7 @@ def restless_threads() -> list[str]:
 
 
 def _thread_activity() -> dict[int, tuple[str, ...]]:
-    """Of each thread but the main one: state and context switches. Where /proc hides these, no two looks are alike."""
+    """Return state and context switches of each thread except the main one; values that always differ if /proc hides them."""
     found = {}
     for task in Path("/proc/self/task").glob("*"):
         if task.name == str(os.getpid()):

@@ -1,4 +1,4 @@
-"""py-spy, where it is installed: what a process's threads are at, from outside."""
+"""py-spy, if it is installed: the stacks of another process's threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def program() -> str | None:
 
 
 def dump(pid: int, *options: str, limit_s: float) -> tuple[str, str]:
-    """Return what ``py-spy dump`` prints of a process of this user, which it pauses for a moment; or '' and why not."""
+    """Return (output of ``py-spy dump``, '') for a process of this user, which it pauses for a moment; or ('', reason)."""
     tool = program()
     if tool is None:
         return "", "py-spy is not installed"

@@ -1,4 +1,4 @@
-"""Bytes that wait in a process's TCP sockets, received and not read, or written and not acknowledged; and ports that are held."""
+"""Bytes in a process's TCP sockets that are received and not read, or written and not acknowledged; and ports that are held."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INODE = re.compile(r"socket:\[(\d+)\]")
 
 
 def socket_queues(pid: int) -> dict[str, int]:
-    """{'sockets', 'unread_bytes', 'unsent_bytes'} of a process; {} where the kernel does not show them."""
+    """Return {'sockets', 'unread_bytes', 'unsent_bytes'} of a process; {} if the kernel does not show them."""
     links = open_files(pid)
     if not links:
         return {}
@@ -33,10 +33,10 @@ def socket_queues(pid: int) -> dict[str, int]:
 
 
 def hold_ports(count: int = 3) -> list[socket.socket]:
-    """Return sockets that hold ports of this machine, as long as they are open; none where there is no loopback interface.
+    """Return sockets that hold ports of this machine while they are open; [] without a loopback interface.
 
-    They do not listen, and allow their address to be used again: a server that allows it too, as torch's stores do, may listen on
-    the port, while the kernel gives it to no process that asks for any port.
+    They do not listen, and allow their address to be reused: a server that allows it too, as torch's stores do, can listen on the
+    port, while the kernel does not assign it to a process that requests any free port.
     """
     held: list[socket.socket] = []
     for _ in range(count):
@@ -52,5 +52,5 @@ def hold_ports(count: int = 3) -> list[socket.socket]:
 
 
 def numbers_of(held: Iterable[socket.socket]) -> tuple[int, ...]:
-    """The ports that `hold_ports` holds."""
+    """Return the ports that `hold_ports` holds."""
     return tuple(int(holder.getsockname()[1]) for holder in held)

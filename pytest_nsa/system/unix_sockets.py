@@ -1,6 +1,6 @@
-"""Sockets between this user's processes, in a folder that no other user reaches: no other can connect, or fill the queue.
+"""Sockets between this user's processes, in a folder that no other user can reach, so that no other can connect or fill the queue.
 
-Both ends query the kernel for the user at the other end, too.
+Both ends also check, by the kernel, which user is at the other end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-BACKLOG = 4096  # connections that wait to be accepted: a zygote accepts once its tests are collected
+BACKLOG = 4096  # connections that may wait: a zygote accepts them once it has collected its tests
 CONNECT_S = 60.0
 AGAIN_S = 0.05
 
@@ -38,7 +38,7 @@ class Listener:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """Return the next connection; None when it is not this user's."""
+    """Return the next connection; None if it is another user's."""
     connection, _ = listener.accept()
     if _peer_user(connection) == os.getuid():
         return connection
@@ -47,8 +47,8 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect to a `Listener`. Raise OSError when no process listens, PermissionError when it is another user, and TimeoutError
-    where its queue has no place within `CONNECT_S` seconds.
+    """Connect to a `Listener`. Raises OSError if no process listens, PermissionError if another user listens, and TimeoutError
+    if its queue has no place within `CONNECT_S` seconds.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -63,7 +63,7 @@ def connect(name: str) -> socket.socket:
 
 
 def _connect(connection: socket.socket, address: str, limit_s: float) -> None:
-    """Connect, and try again where the queue is full: a blocking connect has no limit, one with a timeout fails at once."""
+    """Connect, and retry while the queue is full: a blocking connect has no limit, one with a timeout fails at once."""
     deadline = time.monotonic() + limit_s
     connection.setblocking(False)
     while True:
@@ -79,7 +79,7 @@ def _connect(connection: socket.socket, address: str, limit_s: float) -> None:
 
 @contextlib.contextmanager
 def _address_of(name: str) -> Iterator[str]:
-    """Yield an address for a socket's name: one has 107 bytes at most, and a folder for temporary files may have a longer name."""
+    """Yield a short address for a socket's path: an address has at most 107 bytes, and a temporary folder's path may be longer."""
     folder = os.open(os.path.dirname(name), os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{os.path.basename(name)}"

@@ -1,6 +1,6 @@
 """Files that survive a killed writer: replaced as a whole, or appended line by line.
 
-What is written into a folder of evidence is written here: no link is followed, whichever user has put it there.
+All files in a folder of evidence are written by these functions: they follow no link, as another user may have made it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-# As they are at import: a test may put others in their place, as of a full disk.
+# Bound at import: a test may replace the functions of os, for example to simulate a full disk.
 from os import close, write
 from os import open as open_fd
 from pathlib import Path
@@ -26,10 +26,10 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def replacing(path: Path, *, follow: bool = False) -> Iterator[int]:
-    """Yield the descriptor of a new file that takes the place of ``path`` at the end: a reader sees the old file or the new one.
+    """Yield the descriptor of a new file that replaces ``path`` at the end: a reader sees the old file or the new one.
 
-    Raises OSError. A folder may be a stranger's: no link is followed, nor one that is the folder of ``path`` itself unless
-    ``follow`` (of a path that the user has named), and the new file's name cannot be guessed.
+    Raises OSError. As a folder may be of unknown origin, the new file's name cannot be guessed and no link is followed; a link that
+    is the folder of ``path`` itself only with ``follow``, for a path that the user has named.
     """
     folder = open_fd(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     try:
@@ -58,19 +58,19 @@ def write_atomically(path: Path, content: str | bytes, *, follow: bool = False) 
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
-    """Replace a file by a value as JSON, masked where the session masks."""
+    """Replace a file by a value as JSON, masked if the session masks."""
     write_atomically(path, to_json(masking.value(value), indent=indent) + "\n")
 
 
 def open_to_append(path: Path) -> int:
-    """Return a descriptor that appends to a file, which is made where there is none. Raises OSError; for what is a link, too."""
+    """Return a descriptor that appends to a file, which is made if it does not exist. Raises OSError, also for a link."""
     fd = open_fd(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
-    os.set_blocking(fd, True)  # a pipe, for which opening would have waited, has failed
+    os.set_blocking(fd, True)  # opening a pipe without a reader has failed instead of waiting
     return fd
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append in one write. What is no file, or a link, may be a stranger's: not waited for, not written to."""
+    """Append in one write. Raises OSError, also for a link; never waits for a pipe."""
     fd = open_fd(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
     try:
         write(fd, data)
@@ -87,7 +87,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     """Return ``value`` as JSON; NaN and infinities, which are not JSON, as the texts 'nan', 'inf' and '-inf' (`with_numbers`)."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:  # one of them is in it
+    except ValueError:  # a NaN or an infinity
         return json.dumps(_with_texts(value), indent=indent, allow_nan=False)
 
 
@@ -100,7 +100,7 @@ def _with_texts(value: Any) -> Any:
 
 
 def with_numbers(value: Any) -> Any:
-    """Return what was parsed with the numbers in place of the texts that `to_json`, or `nsa.trace`, wrote for them."""
+    """Return a parsed value, with the texts that `to_json`, or `nsa.trace`, wrote for NaN and infinities as numbers again."""
     if isinstance(value, str):
         return float(value) if value in ("nan", "inf", "-inf") else value
     if isinstance(value, dict):
@@ -109,7 +109,7 @@ def with_numbers(value: Any) -> Any:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a JSON line, masked where the session masks, in one write: a killed writer loses at most the line in hand."""
+    """Append a JSON line, masked if the session masks, in one write: a killed writer loses at most its current line."""
     append(path, (to_json(masking.value(record)) + "\n").encode())
 
 
@@ -117,8 +117,10 @@ LARGEST = 64 << 20  # bytes that are read of a file
 
 
 def open_to_read(path: Path, *, follow: bool = False) -> tuple[int, int]:
-    """Return a descriptor of a file, and the file's size in bytes. Raises OSError; for what is no regular file, and, unless
-    ``follow``, for a link: a folder of evidence may come from a stranger, and a pipe or a device in it would be read for ever.
+    """Return a descriptor of a file, and the file's size in bytes.
+
+    Raises OSError, also for anything but a regular file and, unless ``follow``, for a link: a folder of evidence may come from a
+    stranger, and a pipe or a device in it would be read for ever.
     """
     fd = open_fd(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     status = os.fstat(fd)
@@ -132,11 +134,11 @@ def read_bytes(path: Path, most: int = LARGEST, *, follow: bool = False) -> byte
     """Return a file's bytes, the first ``most``. Raises OSError as `open_to_read` does."""
     fd, size = open_to_read(path, follow=follow)
     try:
-        # Not one read of `most` bytes: memory for them is mapped, and each page of what is read copied once more.
+        # Not one read of `most` bytes, for which memory is mapped and each page is copied once more.
         data = os.read(fd, min(most, size + 1))
         if len(data) <= size:
             return data
-        parts = [data]  # it grows, or it is one of /proc, which have no size
+        parts = [data]  # it grows, or it is a file of /proc, which has no size
         while (left := most - sum(map(len, parts))) > 0 and (data := os.read(fd, min(left, 1 << 16))):
             parts.append(data)
         return b"".join(parts)
@@ -145,10 +147,10 @@ def read_bytes(path: Path, most: int = LARGEST, *, follow: bool = False) -> byte
 
 
 def read_text(path: Path, most: int = LARGEST) -> str:
-    """Return `read_bytes` as text; '' where that fails."""
+    """Return `read_bytes` as text; '' if that fails."""
     try:
         return read_bytes(path, most).decode(errors="replace")
-    except (OSError, ValueError):  # a name with a zero in it is a ValueError
+    except (OSError, ValueError):  # a name with a NUL byte raises ValueError
         return ""
 
 
@@ -161,7 +163,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what `append_line` wrote; a torn line (the writer was killed) is passed over, and so is a file that cannot be read."""
+    """Yield what `append_line` wrote; an incomplete line (the writer was killed) is skipped, as is a file that cannot be read."""
     for line in read_text(path).splitlines():
         value = parse(line)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The filter for secrets in what this process writes. It is set when a session begins, and called where texts are written."""
+"""The filter for secrets in what this process writes. A session sets it at its beginning; all functions that write call it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _source: Mask | None = None
 
 
 def mask_with(of_text: Mask | None, of_source: Mask | None) -> None:
-    """From now on, mask texts, and functions of Python, by these; None: leave them as they are."""
+    """Set the filters for texts and for Python functions; None: leave them unchanged."""
     global _text, _source
     _text, _source = of_text, of_source
 
@@ -23,22 +23,22 @@ def is_on() -> bool:
 
 
 def text(value: str) -> str:
-    """Return a text as it may be written."""
+    """Return a text, masked if the session masks."""
     return value if _text is None else _text(value)
 
 
 def source(value: str) -> str:
-    """Return a function of Python as it may be written: it has as many lines, and can be parsed."""
+    """Return a Python function, masked if the session masks; it keeps its number of lines, and can be parsed."""
     return value if _source is None else _source(value)
 
 
 def value(value: Any) -> Any:
-    """Return a value of JSON with its texts as they may be written."""
+    """Return a JSON value, with its texts masked if the session masks."""
     return value if _text is None else masked_value(value, _text)
 
 
 def masked_value(value: Any, mask: Mask) -> Any:
-    """Return a value of JSON with its texts masked, names in objects too: pytest's reports have tests' ids there."""
+    """Return a JSON value with its texts masked, also the names in objects: pytest's reports have tests' ids there."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, list | tuple):

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1  # of a test's folder: job.json names it for all files next to it that have no number
+SCHEMA = 1  # of a test's folder: job.json has it, for all files of the folder that have no number
 MOST_RANKS = 1 << 17
-# What the plugin sets in each rank: no mark, option or hook can.
+# The plugin sets these in each rank; no mark, option or hook may.
 FIXED_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})
-# faulthandler in the rank answers: by the stacks of all threads, of more than 100 by those of the newest 100; by the main one's.
+# faulthandler in a rank answers to the first with the stacks of all threads (the newest 100), to the second with the main one's.
 # Linux alone has SIGRTMIN; other systems import this, and have no ranks.
 DUMP_SIGNAL, DUMP_MAIN_SIGNAL = signal.SIGUSR1, getattr(signal, "SIGRTMIN", 34) + 5
 MOST_THREADS = 100
@@ -33,8 +33,8 @@ _MEMBERS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int, "tu
 
 
 def check_kinds(of: Any, data: Any) -> None:
-    """Raise ValueError where ``data``, which any program may have written, is no object, or has a field of the dataclass ``of`` of
-    another kind.
+    """Raise ValueError if ``data``, which any program may have written, is no object, or has a field of the dataclass ``of`` with
+    a value of another type.
     """
     if not isinstance(data, dict):
         raise ValueError("it holds no JSON object")
@@ -52,11 +52,11 @@ def check_kinds(of: Any, data: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
-    """What the ranks of a group are before they know their test: ranks that fit one job fit every job of an equal spec.
+    """The properties of a group's ranks that do not depend on a test: ranks that fit one job fit every job with an equal spec.
 
-    ``gpus`` is the value of CUDA_VISIBLE_DEVICES ('' leaves it alone), ``cores`` what they are pinned to ('': nothing).
-    ``environment`` are variables that they set before anything reads them. Under an outer launcher ``only`` is the one rank
-    that is started here, and ``rendezvous`` ('host:port/prefix') where all meet.
+    ``gpus`` is the value of CUDA_VISIBLE_DEVICES ('': not set), ``cores`` are those that the ranks are pinned to ('': none).
+    ``environment`` are variables that ranks set before anything reads them. Under an outer launcher ``only`` is the one rank
+    that is started here, and ``rendezvous`` ('host:port/prefix') is where all ranks meet.
     """
 
     world_size: int
@@ -83,15 +83,15 @@ class GroupSpec:
 class Job:
     """A test, or a function, to run on ``world_size`` ranks. Written to ``job.json`` in its folder.
 
-    ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
-    ``check_divergence`` compares what must be equal on all ranks; ``root`` is the tests' root folder, ``tmp`` where their
-    tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of fixtures that the host made, ``overrides`` those that
-    a bisection tries, ``environment`` the variables of its ranks; times are in seconds. ``reuse`` names the class or module whose
-    tests share their ranks, '' for fresh ones, which with ``fresh_group`` make a group for each test; with ``stay`` they wait for
-    another test after this one.
-    ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them; ``debugger``
-    names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any); ``body`` is the file of the test's
-    own code, the user's wherever it lies. ``hash_seeds`` has PYTHONHASHSEED of each rank, which is then a new interpreter.
+    ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` are the trace kinds;
+    ``check_divergence`` compares what must be equal on all ranks; ``root`` is the tests' root folder, ``tmp`` the folder of their
+    tmp_path; ``seed`` is for hypothesis; ``values`` are those of host fixtures, ``overrides`` those that a bisection tries,
+    ``environment`` has the variables of the ranks; times are in seconds. ``reuse`` names the class or module with tests that share
+    their ranks, '' for new ranks. Shared ranks form a new group for each test with ``fresh_group``, and wait for another test with
+    ``stay``. ``gpus`` and ``cores`` are those that were leased, ``in_use`` are the files that ranks hold while they use them;
+    ``debugger`` names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any rank); ``body`` is the file of
+    the test's function, which counts as user code wherever it is. ``hash_seeds`` has PYTHONHASHSEED of each rank, which is then a
+    new interpreter.
     """
 
     nodeid: str
@@ -138,19 +138,19 @@ class Job:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        # Not `asdict`, which copies deeply: it is made for each test, and written at once.
+        """Return a JSON object."""
+        # Not `asdict`, which copies deeply: this is called for each test.
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
-        """Build it from what `to_json` returned; fields of a later schema are passed over."""
+        """Build it from what `to_json` returned; fields of a later schema are ignored."""
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, **{name: tuple(data.get(name, ())) for name in ("traces", "in_use", "hash_seeds")}})
 
     @classmethod
     def from_stranger(cls, data: Any) -> Job:
-        """Build it from a file that any program may have written. Raises ValueError that names what is wrong in it."""
+        """Build it from a file that any program may have written. Raises ValueError that describes what is wrong in it."""
         check_kinds(cls, data)
         missing = [name for name in ("nodeid", "folder", "world_size", "backend") if name not in data]
         if missing:
@@ -160,7 +160,7 @@ class Job:
         return cls.from_json(data)
 
     def rank_folder(self, rank: int) -> Path:
-        """Return where a rank leaves its evidence."""
+        """Return the folder of a rank's evidence."""
         return Path(self.folder) / f"rank{rank}"
 
 
@@ -180,12 +180,12 @@ class Channel:
         self.closed = False
 
     def fileno(self) -> int:
-        """For select."""
+        """Return the socket's file descriptor, for select."""
         return self.socket.fileno()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the peer has gone; what it sent may be left to be received."""
+        """Whether the peer has disconnected; messages that it sent may still be received."""
         if self.closed:
             return True
         poll = select.poll()
@@ -193,7 +193,7 @@ class Channel:
         return bool(poll.poll(0))
 
     def send(self, **message: Any) -> None:
-        """Send one message. A peer that has gone is noticed by the reader, not here."""
+        """Send one message. Raises nothing if the peer has disconnected: `receive` reports that."""
         if self.closed:
             return
         try:
@@ -202,7 +202,7 @@ class Channel:
             self.closed = True
 
     def receive(self, timeout: float | None) -> list[dict[str, Any]]:
-        """Messages that have arrived, waiting ``timeout`` seconds for the first (None: for ever). [] at end of file too."""
+        """Return the messages that arrived; wait up to ``timeout`` seconds for the first (None: for ever). [] at end of file."""
         messages = self._take()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not messages and not self.closed:

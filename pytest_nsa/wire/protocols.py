@@ -1,4 +1,4 @@
-"""What the session and the monitor require of each other: launchers, monitors, limits, and how a launch fails."""
+"""The interfaces between session and monitor: launchers, monitors, limits, and the exceptions of a launch."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Monitor(Protocol):
     stop_reason: str
 
     def poll(self) -> float:
-        """Called at each look at the ranks; returns the seconds that shall not count as theirs."""
+        """Called at each look at the ranks; return the seconds that do not count as the ranks' time."""
         ...
 
     def finish(self) -> None:
-        """The ranks have ended."""
+        """Called when the ranks have ended."""
         ...
 
 
 class Starter(Protocol):
-    """What starts and ends the ranks of a job.
+    """Starts and ends the ranks of a job.
 
-    ``lost`` are ranks of a node that has gone: whatever their status shows, the host did not end them.
+    ``lost`` are ranks of a node that is lost: whatever their status is, the host did not end them.
     """
 
     lost: Collection[int]
 
     def start(self, job: Job) -> list[int]:
-        """Start the ranks; returns their process ids. Raises LaunchError."""
+        """Start the ranks; return their process ids. Raises LaunchError."""
         ...
 
     def exits(self, timeout: float) -> dict[int, int]:
-        """Wait statuses of ranks that have ended since the last call, by rank."""
+        """Return wait statuses, by rank, of ranks that ended since the last call; wait up to ``timeout`` seconds for one."""
         ...
 
     def signal(self, rank: int, number: int) -> None:
@@ -52,12 +52,12 @@ class Starter(Protocol):
         ...
 
     def kill(self) -> None:
-        """SIGKILL every rank of the job that is still there, and what they started."""
+        """SIGKILL every rank of the job that still lives, and what they started."""
         ...
 
 
 class Launcher(Starter, Protocol):
-    """What starts the ranks of every job: the zygote (`ZygoteLauncher`) or an interpreter per rank (`ColdLauncher`)."""
+    """Starts the ranks of all jobs: by the zygote (`ZygoteLauncher`), or as an interpreter per rank (`ColdLauncher`)."""
 
     @property
     def has_ended(self) -> bool:
@@ -65,11 +65,11 @@ class Launcher(Starter, Protocol):
         ...
 
     def expect(self, spec: GroupSpec | None) -> None:
-        """What ranks the test after the next job will need (None: unknown): they may be made ready in that time."""
+        """Announce the ranks that the test after the next job needs (None: unknown), so that they can be made ready before."""
         ...
 
     def wait_until_ready(self) -> None:
-        """Wait for what must come before the first rank. Raises LaunchError; UnfitError where no rank may come from here."""
+        """Wait until ranks can be started. Raises LaunchError; UnfitError if no rank may be forked from this launcher."""
         ...
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Launcher(Starter, Protocol):
 
 
 class Suspicion(Protocol):
-    """What the rules make of a stall."""
+    """The finding of the rules on a stall."""
 
     @property
     def ends_the_test(self) -> bool:

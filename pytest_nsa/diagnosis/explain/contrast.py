@@ -74,7 +74,7 @@ class Contrast:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the rank has not finished its visit to the line of its call, by its earlier rounds."""
+        """Whether the rank has calls left in this round: all its earlier rounds had one number of them, which is larger."""
         now, *earlier = self.counts
         return len(set(earlier)) == 1 and now < earlier[0]
 

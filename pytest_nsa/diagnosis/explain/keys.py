@@ -76,7 +76,7 @@ class Keys:
         return found
 
     def wanted(self, rank: int) -> tuple[str, ...]:
-        """Return the keys that a rank waits for and no rank set; all, where ranks set each: they count in it."""
+        """Return the keys that a rank waits for and no rank set; all of them if ranks set each, as they count in it."""
         names = self.waiting[rank]
         return tuple(name for name in names if name not in self.known) or tuple(names)
 
@@ -85,7 +85,7 @@ class Keys:
         return self.sets[kind].get(rank, []) if kind in self.sets else []
 
     def setters(self, kind: str) -> dict[int, int]:
-        """Return how many keys of a kind each rank that set such set."""
+        """Return, per rank that set keys of a kind, how many it set."""
         if kind not in self._setters:
             self._setters[kind] = {
                 rank: sum({id(use): use.number for _, use in uses}.values())
@@ -94,7 +94,7 @@ class Keys:
         return self._setters[kind]
 
     def awaited(self, kind: str) -> dict[int, int]:
-        """Return how many keys of a kind each rank that awaited such waited for."""
+        """Return, per rank that waited for keys of a kind, for how many it waited."""
         if kind not in self._awaited:
             numbers = {
                 rank.rank: [u.number for u in rank.keys_awaited if any(kind_of(n) == kind for n in names_of(u.key))]
@@ -104,9 +104,9 @@ class Keys:
         return self._awaited[kind]
 
     def places(self, kind: str) -> dict[int, dict[str, int]]:
-        """Return the places of numbers at which each rank that set such keys has one number alone, and the rank of each number.
+        """Return the positions in a key at which each rank that set such keys has one number, with the rank of each number.
 
-        A place at which that is the rank's own number holds for ranks that set none, too.
+        If that is the rank's own number at a position, ranks that set no such key are included.
         """
         if kind not in self._places:
             self._places[kind] = self._found_places(kind)
@@ -142,7 +142,7 @@ class Keys:
         return found
 
     def round_of(self, name: str) -> tuple[int, ...]:
-        """Return the numbers of a key that are no rank's."""
+        """Return the numbers of a key that identify no rank: they count rounds."""
         places = self.places(kind_of(name))
         return tuple(int(n[-18:]) for place, n in enumerate(numbers_of(name)) if place not in places)
 
@@ -153,8 +153,8 @@ class Keys:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Ranks ``waiters`` wait for the keys ``names``, which ``owners`` set by their numbers; ``setter`` is the rank that would set
-    them, None where that is unknown.
+    """The ranks ``waiters`` wait for the keys ``names``. By the numbers in these, ``owners`` set them; ``setter`` is the one rank
+    that would set them, None if unknown.
     """
 
     keys: Keys
@@ -181,8 +181,8 @@ class Wanted:
         return self.keys.setters(self.kind)
 
     def compare_round(self, rank: int) -> int:
-        """Return 1 where the last such key that a rank set is of a later round than the awaited one, -1 of an earlier one, 0
-        of the same or where that is unknown.
+        """Return 1 if the last such key that a rank set is of a later round than the awaited key, -1 if of an earlier round, 0 if
+        of the same round or unknown.
         """
         latest = self.keys.latest(self.kind, rank)
         mine, wanted = (self.keys.round_of(latest[0]) if latest else ()), self.keys.round_of(self.name)
@@ -190,14 +190,14 @@ class Wanted:
 
     @property
     def is_once_more(self) -> bool:
-        """Whether the waiter awaited more such keys than each other rank that did."""
+        """Whether the waiter awaited more such keys than each other rank that awaited any."""
         counts = self.keys.awaited(self.kind)
         mine, others = counts.get(self.waiters[0], 0), [n for rank, n in counts.items() if rank not in self.waiters]
         return bool(others) and mine > max(others)
 
     @property
     def is_far(self) -> bool:
-        """Whether the round of the awaited key is not the one after the latest of which a rank set a key."""
+        """Whether the round of the awaited key does not follow the latest round of which a rank set a key."""
         rounds = [self.keys.round_of(name) for uses in self.keys.sets.get(self.kind, {}).values() for name, _ in uses]
         wanted = self.keys.round_of(self.name)
         pairs = [(a, b) for a, b in zip(max(rounds, default=()), wanted, strict=False) if a != b]

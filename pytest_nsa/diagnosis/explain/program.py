@@ -24,7 +24,9 @@ from pytest_nsa.evidence.source import Sources, file_name
 from pytest_nsa.evidence.values import RankEvidence
 
 Loop = ast.For | ast.While
-LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break  # statements behind which their block does not go on
+LEAVES = (
+    ast.Return | ast.Raise | ast.Continue | ast.Break
+)  # statements after which the rest of their block does not run
 
 
 class Order(enum.Enum):

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.messages import finding_of_messages
 from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.diagnosis.words import ran_out
+from pytest_nsa.diagnosis.words import exhausted_loaders
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence
@@ -127,5 +127,5 @@ def skipped_in_a_request(evidence: Evidence) -> Finding | None:
     culprits, cause, reason = explained(evidence, culprits, "skipped_collective", reason + origin.since)
     return Finding(
         cause=cause, ranks=culprits, where=origin.where, called_from=origin.called_from, confidence=0.8,
-        reason=reason + ran_out(evidence, culprits, cause), facts=all_facts(evidence.ranks),
+        reason=reason + exhausted_loaders(evidence, culprits, cause), facts=all_facts(evidence.ranks),
     )  # fmt: skip

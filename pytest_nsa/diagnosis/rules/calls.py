@@ -13,7 +13,7 @@ from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rin
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
-from pytest_nsa.diagnosis.words import because, calls_and_groups, race_of_threads, ran_out, terms_of
+from pytest_nsa.diagnosis.words import because, calls_and_groups, exhausted_loaders, race_of_threads, terms_of
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence
@@ -99,10 +99,10 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     elif edit is Edit.EXTRA and cause == edit.cause and culprits == ranks:
         left = origin_of_extra(evidence, ranks, mine) or left
         reason += left.since
-    reason += ran_out(evidence, culprits, cause)
+    reason += exhausted_loaders(evidence, culprits, cause)
     where = left.where or next(
         filter(None, (last_seen(evidence.ranks[r]) for r in entered)), ""
-    )  # a call of no user's line
+    )  # the call was not made from a user's line
     calls = () if are_waiting else tuple(
         Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", text=f"entered {c.describe()} in step {c.step}")
         for r, c in sorted(entered.items())
@@ -149,8 +149,8 @@ def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective)
 
 
 def origin_of_extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective) -> Origin | None:
-    """Return where the culprits made a call more, earlier than ``call``, in which they are: the others paired their next one
-    with it.
+    """Return where the culprits made an extra call before ``call``, in which they are: it was paired with the others' next call.
+    None without one.
     """
     differing = alone_in(evidence, culprits, call, of_culprits=True)
     if differing is None:
@@ -168,10 +168,10 @@ def _origin_at(call: Collective, paired: Collective, who: str, others: str) -> O
 def alone_in(
     evidence: Evidence, culprits: tuple[int, ...], until: Collective, *, of_culprits: bool
 ) -> tuple[Collective, Collective] | None:
-    """Return the first call, ahead of ``until``, from a line that only one side has come by, and the other side's with its number.
+    """Return the first call before ``until`` from a line at which only one side made calls, and the other side's with its number.
 
-    ``of_culprits``: the side is the culprits. None where the sides differ in more than the calls from such lines, as those of
-    ranks with different tasks do.
+    ``of_culprits``: this side is the culprits. None if the sides differ in more than the calls from such lines, as ranks with
+    different tasks do.
     """
     rings = _before(evidence, until)
     odd = [ring for rank, ring in rings.items() if rank in culprits]
@@ -190,7 +190,7 @@ def alone_in(
 
 
 def _agree(rings: Sequence[Sequence[Collective]]) -> bool:
-    """Return whether ranks have come by the same lines, as far as each has come."""
+    """Return whether all ranks made their calls at the same lines in the same order, as far as each has come."""
     longest = max(rings, key=len)
     return all(c.way == its.way for ring in rings for c, its in zip(ring, longest, strict=False))
 

@@ -233,13 +233,13 @@ def rank_exited(evidence: Evidence) -> Finding | None:
 
 
 def rank_replaced(evidence: Evidence) -> Finding | None:
-    """Find that a rank has put another program in the place of its test (`os.exec`)."""
+    """Find that a rank has replaced its process by another program (`os.exec`)."""
     replaced = [r for r in evidence.ranks if r.process.get("program") and not r.finished]
     if not replaced:
         return None
     rank = replaced[0]
     reason = f"rank {rank.rank} runs the program {rank.process['program']} in place of its test, by os.exec"
-    where = rank.board.line if rank.board is not None else ""  # of its stacks none is left
+    where = rank.board.line if rank.board is not None else ""  # the process has no Python stack
     return found_on(evidence, "rank_exited", [rank], reason, 0.9, where=where)
 
 

@@ -72,9 +72,9 @@ def _finding(
 
 
 def _of_another_world(evidence: Evidence, making: Mapping[int, Collective]) -> Finding | None:
-    """Find that a rank waits in the creation of a group that numbers its ranks by itself, to which not all have come.
+    """Find that a rank waits in the creation of a group of another world, which not all of its members have entered.
 
-    Who else should come is not known, and may be a process of no rank.
+    Which members are missing is unknown: they may be processes that are no ranks of the job.
     """
     came = Counter(c.place for r in evidence.ranks for c in r.collectives if c.op == NEW_GROUP)
     short = {rank: c for rank, c in making.items() if came[c.place] < c.size}

@@ -74,7 +74,7 @@ def held_for_keys(evidence: Evidence) -> Calls | None:
 
 
 def _usual(evidence: Evidence, wanted: Wanted, ranks: tuple[int, ...]) -> KeyUse | None:
-    """Return the use by which a rank set such keys: one of ``ranks``, or else any."""
+    """Return the latest use by which one of ``ranks``, else any rank, set such a key; None without one."""
     every = [r for r in evidence.ranks if r.rank not in ranks]
     for rank in [*(evidence.ranks[r] for r in ranks), *every]:
         latest = wanted.keys.latest(kind_of(wanted.name), rank.rank)

@@ -38,7 +38,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     step = min(e["step"] for _, e in odd)
     ranks = tuple(sorted({r.rank for r, e in odd if e["step"] == step}))
     if any(evidence.ranks[r].passed for r in ranks):
-        return None  # with such a loss a rank passes: it was meant
+        return None  # a rank passes with such a loss: the test expects it
     value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
     site = next((e["site"] for _, e in odd if e["step"] == step and e.get("site")), "")
     rank, error = next(((r, e) for r, e in errors if r.rank in ranks), errors[0])

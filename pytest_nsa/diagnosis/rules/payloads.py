@@ -158,7 +158,7 @@ _UNEVEN = (
     "allgather_into_tensor_coalesced",
     "all_gather_single_coalesced",
 )
-_EVEN_AFTER_ALL = ("reduce_scatter_single", "reduce_scatter_tensor")
+_EVEN = ("reduce_scatter_single", "reduce_scatter_tensor")
 _BYTES = ("uint8", "int8")
 _SIZES = {  # in bytes; 1 where a type is not listed
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
@@ -214,7 +214,7 @@ def _count(call: Collective, calls: Calls) -> int:
         return call.count // call.size if is_root and call.count % call.size == 0 else call.count
     if call.op == "all_to_all_single" or call.op == "alltoall_base":
         return 0 if any(c.note.startswith("gives") for c in calls.values()) else call.count
-    if call.op.startswith(_EVEN_AFTER_ALL):
+    if call.op.startswith(_EVEN):
         return call.count
     return 0 if call.op.startswith(_UNEVEN) else call.count
 

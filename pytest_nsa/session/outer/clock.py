@@ -1,8 +1,8 @@
 """The clock of a pytest process that is a rank itself: a program that ends a test past its time limit, and reports in its place.
 
 The main thread of such a process may wait in native code, where no Python signal handler runs. Its session log has the test that
-runs, its limit and all reports. Before the limit the clock records what the ranks wait in. Behind the limit it writes the verdict,
-the JUnit file and the failures so far, and ends the process. Where the process has ended without a report, the clock reports.
+runs, its limit and all reports. Before the limit the clock records what the ranks wait in. After the limit it writes the verdict,
+the JUnit file and the failures so far, and ends the process. If the process has ended without a report, the clock reports.
 
 Run as `python clock.py FOLDER`, with the folder of the rank. It imports the plugin once it has something to report.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 POLL_S = 0.1
 WATCH_S, LOOK_S = 2.5, 0.9  # before a limit: begin to follow the boards; record what the ranks do
-GRACE_S = 0.6  # behind a limit, for pytest-timeout's own signal to end the test
+GRACE_S = 0.6  # after a limit, for pytest-timeout's own signal to end the test
 VERDICT_S = 15.0  # for another rank's clock to write the verdict
 OTHERS_S = 4.0  # for the other ranks' clocks to report, before a launcher ends them
 ENDING_S = 1.5  # for the process to end itself
@@ -32,7 +32,7 @@ REPORTED = "reported"
 
 @dataclass
 class Session:
-    """What the log of a rank's session has by now."""
+    """What the log of a rank's session has so far."""
 
     log: Path
     nodeid: str = ""  # of the test that runs
@@ -84,7 +84,7 @@ class Clock:
         self.setup = json.loads((folder / "session.json").read_text(encoding="utf-8"))
         self.rank, self.host = self.setup["rank"], self.setup["host"]
         self.session = Session(folder / "session.jsonl")
-        self._looked = ""  # the test that was looked at
+        self._looked = ""  # the test for which the boards have been recorded
         self._job: Any = None
 
     def run(self) -> None:
@@ -93,7 +93,7 @@ class Clock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         self._follow_session()
         os.close(lock)
-        if not self.session.is_finished:  # else the process itself does
+        if not self.session.is_finished:  # else the process itself deletes it
             from pytest_nsa.session.outer.launched import sweep
 
             sweep(self.launch)
@@ -120,7 +120,7 @@ class Clock:
             select.select([sys.stdin], [], [], POLL_S)
 
     def _follow(self, left: float) -> None:
-        """Watch the boards for a while, then record what the ranks do: one clock of a launch does."""
+        """Read the boards, and shortly before the limit record what the ranks do; one clock per launch records."""
         from pytest_nsa.monitor.observed_job import ObservedJob
 
         self._job = self._job or ObservedJob(self.launch)
@@ -131,7 +131,7 @@ class Clock:
         try:
             (self.launch / "looking").mkdir()
         except FileExistsError:
-            return  # another rank's clock does
+            return  # another rank's clock records
         try:
             self._job.record_stop("deadline", self.session.began)
             self._keep()
@@ -174,7 +174,7 @@ class Clock:
         touch(self.folder / REPORTED)
 
     def _end_host(self) -> None:
-        """Ask the process to end itself, with exit code 1; it is this one's parent, so its number is no other's."""
+        """Request that the process ends itself with exit code 1, else kill it. It is the parent, so its pid is not reused."""
         from pytest_nsa.rank.launched import END_REQUEST
         from pytest_nsa.wire.files import touch
 

@@ -1,7 +1,7 @@
 """The hooks of a run under torchrun or SLURM, where each pytest process hosts one rank, or is one.
 
-Tests without our ranks run in every process, as without the plugin. Tests on ranks are reported by rank 0's process; the
-others receive its verdict. What fails in another process is shown as it fails.
+Tests without our ranks run in every process, as without the plugin. Rank 0's process (the leader) reports tests on ranks; the
+others (followers) receive its verdict. A failure of another test in a follower is printed at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pytest_nsa.system.disk_space import private_folder
 
 
 def follower_folder(config: pytest.Config, artifacts: Path) -> Path:
-    """Make the folder for a follower's evidence, which the leader is sent; it goes with the session."""
+    """Make the folder for a follower's evidence, which is sent to the leader; delete it at the session's end."""
     try:
         artifacts.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".follower-", dir=artifacts))
@@ -48,7 +48,7 @@ def follower_folder(config: pytest.Config, artifacts: Path) -> Path:
 
 
 class Screen:
-    """The terminal of a process that may become a follower: kept back until it is known whether it does."""
+    """The terminal of a process that may become a follower: output is held until that is known."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._writer = getattr(config.pluginmanager.getplugin("terminalreporter"), "_tw", None)
@@ -57,30 +57,30 @@ class Screen:
 
     @property
     def descriptor(self) -> int:
-        """Where the terminal writes to."""
+        """The file descriptor that the terminal writes to."""
         try:
             return self._file.fileno() if self._file is not None else 2
         except (OSError, ValueError):  # no file of the system
             return 2
 
     def keep_back(self) -> None:
-        """Print nothing for now."""
+        """Hold output from now on."""
         if self._writer is not None:
             self._writer._file = self._kept
 
     def release(self) -> None:
-        """Print what was kept back, and go on as always."""
+        """Print the held output, and print as usual from now on."""
         if self._writer is not None and self._writer._file is self._kept:
             self._writer._file = self._file
             self._write(self._kept.getvalue())
 
     def drop(self) -> None:
-        """Print nothing of it: the leader reports the same."""
+        """Discard the held and all further output: the leader reports the same."""
         if self._writer is not None:
             self._writer._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the session
 
     def show(self, rank: int, text: str) -> None:
-        """Print lines behind the rank's number, whatever is dropped."""
+        """Print lines with the rank's number in front, even if output is dropped."""
         self._write("".join(f"[rank {rank}] {visible(line)}\n" for line in text.splitlines()))
 
     def _write(self, text: str) -> None:
@@ -98,7 +98,7 @@ class OuterHooks:
         self.log = open_log(config, outer)
         self.rank = LaunchedRank(self.log.run, outer.rank, outer.world_size) if self.log.run is not None else None
         self.follows = False
-        self._leader_s: set[str] = set()  # ids of tests that the leader reports
+        self._reported_by_leader: set[str] = set()  # ids of tests that the leader reports
         self._failed = False
 
     @pytest.hookimpl(tryfirst=True)
@@ -113,13 +113,13 @@ class OuterHooks:
             xml.logfile = str(self._junit.with_name(f".{self._junit.name}.rank{self.outer.rank}.partial"))
 
     def begin(self, session: pytest.Session, *, has_ranks: bool) -> None:
-        """The tests are known; with ``has_ranks`` some of them run on ranks, and this process may be a follower."""
+        """Decide after collection whether this process is a follower. ``has_ranks``: some tests run on ranks."""
         self.follows = has_ranks and self.outer.rank > 0
         if self.follows:
             mine = (i for i in session.items if isinstance(i, Ranked) or self._runs_in_the_leader(i))
-            self._leader_s = {item.nodeid for item in mine}  # rank 0's process alone reports them
+            self._reported_by_leader = {item.nodeid for item in mine}  # rank 0's process alone reports them
             self._exclude_from_junit()
-            remove_hooks(self.config, of_reports_alone=True)  # other reporters' files are the leader's
+            remove_hooks(self.config, reports_only=True)  # other plugins write their reports in the leader
             folder = self.config.stash[runner_key].folder
             folder.root = follower_folder(self.config, folder.root)
         if self.follows and not session.testsfailed:
@@ -138,7 +138,7 @@ class OuterHooks:
         take = xml.pytest_runtest_logreport
 
         def take_own(report: pytest.TestReport) -> None:
-            if report.nodeid not in self._leader_s:
+            if report.nodeid not in self._reported_by_leader:
                 take(report)
 
         self.config.pluginmanager.unregister(xml)
@@ -146,14 +146,14 @@ class OuterHooks:
         self.config.pluginmanager.register(xml)
 
     def start_clock(self) -> None:
-        """Before the first test. The processes that begin here share their verdict and the JUnit file."""
+        """Start the clock before the first test. All processes of a launch share the verdict and the JUnit file."""
         if self.outer.world_size < 2:
             return
         xml = self.config.stash.get(xml_key, None)
         given = None if xml is None else {
             "path": str(self._junit), "prefix": xml.prefix, "suite": xml.suite_name, "logging": xml.logging,
             "durations": xml.report_duration, "family": xml.family, "passing": xml.log_passing_tests,
-            "not_ours": sorted(self._leader_s),
+            "not_ours": sorted(self._reported_by_leader),
         }  # fmt: skip
         self.log.start_clock(
             self.screen.descriptor, junit=given, artifacts=str(self.settings.artifacts), gpus=self.settings.gpus,
@@ -163,7 +163,7 @@ class OuterHooks:
         if runner.folder.is_made and not self.follows:
             self.log.note("run", path=str(runner.folder.path))
 
-    def leaves(self, item: pytest.Item) -> bool:
+    def leaves_to_leader(self, item: pytest.Item) -> bool:
         """Return whether this process leaves a test to the leader."""
         return self.follows and self._runs_in_the_leader(item)
 
@@ -177,7 +177,7 @@ class OuterHooks:
             self.log.note("end", nodeid=item.nodeid)
 
     def bound(self, item: pytest.Item, seconds: float) -> None:
-        """A test may last for ``seconds`` from now on, as pytest-timeout is asked."""
+        """Note the time limit of a test, in seconds from now, as pytest-timeout has it."""
         if not isinstance(item, Ranked):
             self.log.note("limit", seconds=seconds)
 
@@ -191,21 +191,21 @@ class OuterHooks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep each report, and show what fails in a process of which nothing else is shown."""
+        """Keep each report, and print a failure of a follower, which prints nothing else."""
         self.log.report(report)
-        if self.follows and report.failed and report.nodeid not in self._leader_s:
+        if self.follows and report.failed and report.nodeid not in self._reported_by_leader:
             self._failed = True
             printed = [f"--- {title} ---\n{text}" for title, text in report.sections]
             self.screen.show(self.outer.rank, "\n".join([f"FAILED {report.nodeid}", report.longreprtext, *printed]))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_internalerror(self) -> None:
-        """What follows is shown."""
+        """Show the error."""
         self.screen.release()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """A test for another number of ranks than the launcher has started."""
+        """Skip a test that needs another number of ranks than the launcher has started."""
         if not marked.is_ranked(item):
             return
         wanted = needs_of(item, self.settings).world_size
@@ -214,8 +214,8 @@ class OuterHooks:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Behind pytest's own writer: this process's testsuite goes to the others'."""
-        self.screen.release()  # of a session that came to no test
+        """After pytest has written its JUnit file: merge it into that of the other processes."""
+        self.screen.release()  # the session may have ended before any test
         if self.rank is not None:
             self.rank.end(passed=not exitstatus)
         xml = self.config.stash.get(xml_key, None)

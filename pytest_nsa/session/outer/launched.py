@@ -1,4 +1,4 @@
-"""What a pytest process that an outer launcher has numbered leaves of its session as it happens, for its clock (`clock`)."""
+"""The session log of a pytest process under an outer launcher, written as it happens and read by its clock (`clock`)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PREFIX = "launch-"
 
 
 def launch_key(outer: OuterLauncher) -> str:
-    """Return what the processes of one launch on this machine have in common, and no other launch has."""
+    """Return a key that is equal in the processes of one launch on this machine, and differs in any other launch."""
     parent = os.getppid()
     text = f"{parent} {began(parent)} {outer.address}:{outer.port} {outer.world_size} {outer.attempt}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class NoSessionLog:
-    """Where no folder can be had for one: nothing is kept, and no clock runs."""
+    """The log where no folder can be made for one: nothing is kept, and no clock runs."""
 
     run: Path | None = None
 
@@ -64,7 +64,7 @@ def open_log(config: pytest.Config, outer: OuterLauncher) -> NoSessionLog:
 
 
 class SessionLog(NoSessionLog):
-    """``FOLDER/rankR/session.jsonl``: which test runs, how long it may, and every report, a line each."""
+    """``FOLDER/rankR/session.jsonl``: one line per event: which test runs, its time limit, each report."""
 
     run: Path
 
@@ -82,14 +82,14 @@ class SessionLog(NoSessionLog):
     def start_clock(self, output: int, **setup: Any) -> None:
         """Start the process that ends a test which is past its time limit: this one's main thread may be in native code.
 
-        ``output`` is the descriptor of the terminal, or of what is in its place; ``setup`` what the clock needs to report.
+        ``output`` is the file descriptor of the terminal or its replacement; ``setup`` is what the clock needs to report.
         """
         setup |= {
             "host": os.getpid(), "rank": self.outer.rank, "world_size": self.outer.world_size, "launch": self.launch,
             "root": str(self.config.rootpath), "created": time.time(),
         }  # fmt: skip
         write_atomically(self.folder / SETUP, json.dumps(setup))
-        # By its file: it imports nothing of ours until it has something to report.
+        # Started by its path, not as a module: it imports the plugin only when it has something to report.
         self._clock = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("clock.py")), str(self.folder)],
             stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=child_environment(),
@@ -107,7 +107,7 @@ class SessionLog(NoSessionLog):
             self.note("report", text=str(report.longreprtext), report=data)
 
     def close(self) -> None:
-        """The session has reported everything itself: end its clock. The last process of the launch deletes the folder."""
+        """End the clock: the session has reported everything itself. The last process of the launch deletes the folder."""
         self.note("finish")
         if self._clock is not None:
             self._clock.communicate()
@@ -116,7 +116,7 @@ class SessionLog(NoSessionLog):
 
 
 def sweep(*runs: Path) -> None:
-    """Delete the folders of launches of which no process lives."""
+    """Delete the folders of launches that have no live process."""
     for run in runs:
         if (run / LOCK).exists() and not is_in_use(run):
             shutil.rmtree(run, ignore_errors=True)

@@ -27,7 +27,7 @@ from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import LaunchError, Limits, Monitor, Starter
 
-PUSH_S = 0.25  # between two looks that a follower sends
+PUSH_S = 0.25  # between two boards that a follower sends
 START_S = 120.0
 SILENT_S = 10.0  # after which a process that sends nothing is taken for dead
 EVIDENCE_S = 15.0
@@ -61,7 +61,7 @@ class Attachment:
         return self.outer.rank == 0
 
     def agree_on(self, nodeids: list[str]) -> None:
-        """All processes must have collected the same tests on ranks. Raises UsageError with the difference."""
+        """Check that all processes have collected the same tests on ranks. Raises UsageError with the difference."""
         self.wire.put(f"items/{self.outer.rank}", nodeids)
         if self.leads:
             problems = [self._difference(rank, nodeids) for rank in range(1, self.outer.world_size)]
@@ -115,7 +115,7 @@ class Attachment:
             pytest.exit(f"rank {self.outer.rank} is at {job.nodeid}, rank 0 at {go['nodeid']}", returncode=4)
         job = replace(job, seed=go["seed"])
         follower = Follower(self.wire, key, job, self.outer.rank)
-        follower.poll()  # the leader knows from now on that this process is there
+        follower.poll()  # the leader's limit for silent processes counts from here
         endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0)
         try:
             RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
@@ -123,13 +123,13 @@ class Attachment:
             follower.send_everything()
 
     def refuse(self, reason: str) -> None:
-        """The leader could not start its rank: the others shall not wait for it."""
+        """Inform the followers that the leader could not start its rank, so that they do not wait for it."""
         if self.leads:
             self.wire.put(f"{self._count}/go", {"refused": reason})
             self.wire.put(f"{self._count}/stop", True)
 
     def agree(self, verdict: Verdict, evidence: Evidence) -> tuple[Verdict, Evidence]:
-        """Exchange the leader's verdict, so that it holds in all processes, so that they go on, or stop, alike."""
+        """Return the leader's verdict in every process, so that all continue, or stop, alike."""
         conclusion = None
         if self.leads:
             facts = [{"passed": rank.passed, "xfailed": rank.xfailed} for rank in evidence.ranks]
@@ -150,9 +150,9 @@ class Attachment:
         return received
 
     def close(self) -> None:
-        """The leader's word ends all sessions: torchrun ends every process once one has failed, and the leader reports.
+        """Wait until the leader ends the session: torchrun ends every process once one has failed, and the leader has to report.
 
-        The leader goes last, as its process may be the one that keeps the store.
+        The leader exits last, as its process may keep the store.
         """
         if not self.leads:
             with contextlib.suppress(Exception):  # the leader, or the store, may have exited
@@ -167,7 +167,7 @@ class Attachment:
 
 
 class LeaderLauncher:
-    """The leader's own rank, and all others as they are seen through the wire."""
+    """The launcher of the leader: starts its own rank, and learns of the others through the store."""
 
     def __init__(self, inner: Starter, wire: OuterStore, key: str, job: Job) -> None:
         self.inner, self.wire, self.key, self.job = inner, wire, key, job
@@ -203,7 +203,7 @@ class LeaderLauncher:
         return found
 
     def _is_silent(self, rank: int) -> bool:
-        """Also takes over the board that the rank's process sent last."""
+        """Write the board that the rank's process sent last; return whether it has sent nothing for too long."""
         look = self.wire.look(f"{self.key}/look/{rank}")
         count, since = self._beats[rank]
         if look is not None and look["count"] != count:
@@ -218,14 +218,14 @@ class LeaderLauncher:
         if rank == self.job.only:
             self.inner.signal(rank, number)
         else:
-            self.wire.put(f"{self.key}/stop", True)  # its own process dumps before it ends it
+            self.wire.put(f"{self.key}/stop", True)  # the rank's host dumps its stacks, then ends it
 
     def kill(self) -> None:
         self.wire.put(f"{self.key}/stop", True)
         self.inner.kill()
 
     def gather(self) -> None:
-        """Once all ranks have ended: their evidence into the test's folder."""
+        """Write the evidence of the other ranks into the test's folder, once all have ended."""
         deadline = time.monotonic() + EVIDENCE_S
         for rank in self.others:
             try:
@@ -242,7 +242,7 @@ class LeaderLauncher:
 
 @dataclass
 class Follower:
-    """Sends the leader looks at this process's rank, and listens for its word to stop."""
+    """Sends the board of this process's rank to the leader, and receives its request to stop."""
 
     wire: OuterStore
     key: str
@@ -253,7 +253,7 @@ class Follower:
     _last: float = 0.0
 
     def poll(self) -> float:
-        """Send the board from time to time, and query whether to stop."""
+        """Send the board every `PUSH_S` seconds, and query whether to stop."""
         now = time.monotonic()
         if now - self._last >= PUSH_S:
             self._last = now
@@ -268,7 +268,7 @@ class Follower:
         """No-op: `send_everything` reports the exit of the rank."""
 
     def send_everything(self) -> None:
-        """The exit status, then every file of evidence."""
+        """Send the exit status, then every file of evidence."""
         host = list(read_lines(Path(self.job.folder) / "host.jsonl"))
         ended = next((e for e in host if e["event"] == "exit"), {"code": 1, "signal": 0})
         folder = self.job.rank_folder(self.rank)
@@ -279,7 +279,7 @@ class Follower:
 
 
 def _encoded(path: Path) -> str:
-    """Return a file's end, as text that JSON can hold; '' without any."""
+    """Return a file's last `MAX_FILE` bytes in base64; '' if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_FILE))

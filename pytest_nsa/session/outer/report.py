@@ -25,9 +25,9 @@ from pytest_nsa.session.masking import mask_all, mask_files
 from pytest_nsa.wire.files import read_lines, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
 
-KEPT = "evidence"  # of the last look at the launch, as the folder of a test
+KEPT = "evidence"  # a copy of the launch's evidence, in the form of a test's folder
 _FILES = ("board.bin", "stall.json", "counters.json")
-_OF_A_TEST = ("exception", "skipped", "xfailed")
+_TEST_EVENTS = ("exception", "skipped", "xfailed")
 
 
 class Session(Protocol):
@@ -41,10 +41,10 @@ class Session(Protocol):
 
 
 def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: float) -> None:
-    """Copy what the ranks have left so far into a folder as that of the test ``nodeid``, in which a rank is past its limit.
+    """Copy the ranks' evidence so far into a folder for the test ``nodeid``, in which a rank is past its time limit.
 
-    What ranks raised in tests that no rank is in any more does not belong to it: the rank that failed may be in the next test, and
-    past that one's limit in the same moment.
+    Exceptions of tests that no rank runs any more are not copied. A rank that failed in ``nodeid`` may be in the next test already,
+    so the tests of all ranks count.
     """
     tests = {nodeid, *(_running(rank / "session.jsonl") for rank in launch.glob("rank*"))}
     kept = launch / KEPT
@@ -65,7 +65,9 @@ def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: fl
             with contextlib.suppress(FileNotFoundError):
                 shutil.copy(rank / name, own)
         events = [
-            e for e in read_lines(rank / "events.jsonl") if e.get("event") not in _OF_A_TEST or e.get("nodeid") in tests
+            e
+            for e in read_lines(rank / "events.jsonl")
+            if e.get("event") not in _TEST_EVENTS or e.get("nodeid") in tests
         ]
         _write_lines(own / "events.jsonl", events)
         reports = [e for e in read_lines(rank / "session.jsonl") if e.get("event") == "report"]
@@ -73,7 +75,7 @@ def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: fl
 
 
 def _running(log: Path) -> str:
-    """Return the test that a rank's session is in; '' between two."""
+    """Return the test that a rank's session runs; '' between two tests."""
     nodeid = ""
     for line in read_lines(log):
         if line.get("event") in ("begin", "end"):
@@ -88,7 +90,7 @@ def _write_lines(path: Path, entries: list[dict[str, Any]]) -> None:
 def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) -> dict[str, Any]:
     """Write the verdict on the test that runs, SUMMARY.md and report.html into the run's folder.
 
-    Return what all ranks of the launch print of it, as `report_session` takes it.
+    Return what all ranks of the launch print of it, in the form that `report_session` takes.
     """
     if not (launch / KEPT).is_dir():
         keep_evidence(launch, setup, session.nodeid, session.limit)
@@ -112,14 +114,14 @@ def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) ->
 def report_session(setup: Mapping[str, Any], session: Session, why: str, verdict: Mapping[str, Any]) -> None:
     """Print and write the failures of a session that cannot report by itself, and the test that ran.
 
-    ``verdict`` is what `conclude_launch` returned in a process of the launch; empty where none has concluded.
+    ``verdict`` is what `conclude_launch` returned in a process of the launch; empty if no process has concluded.
     """
     if setup["masks"]:
         mask_all()
     text = "\n".join([why, *verdict.get("lines", ())])
     reports = [*_reports(session)]
     if session.nodeid:
-        reports.append(_of_the_ended(session, text))
+        reports.append(_ended_report(session, text))
     target = (setup["junit"] or {}).get("path")
     if target is not None:
         _write_junit(Path(target), reports, setup)
@@ -131,7 +133,7 @@ def _reports(session: Session) -> Iterator[pytest.TestReport]:
         yield pytest.TestReport._from_json(dict(line["report"]))
 
 
-def _of_the_ended(session: Session, text: str) -> pytest.TestReport:
+def _ended_report(session: Session, text: str) -> pytest.TestReport:
     location = next((r["report"]["location"] for r in session.reports if r["report"]["nodeid"] == session.nodeid), None)
     path, _, name = session.nodeid.partition("::")
     return pytest.TestReport(
@@ -162,7 +164,7 @@ def _write_junit(target: Path, reports: list[pytest.TestReport], setup: Mapping[
 
 
 def _print(rank: int, session: Session, reports: list[pytest.TestReport], why: str, verdict: Mapping[str, Any]) -> None:
-    """Print, each line behind the rank's number: pytest's own summary will not come."""
+    """Print the failures, each line with the rank's number in front: pytest will print no summary."""
     out = [""]
     for line in session.reports:
         if line["report"]["outcome"] == "failed":

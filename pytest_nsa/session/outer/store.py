@@ -1,7 +1,7 @@
 """The store of an outer launcher, through which the pytest processes of a run exchange JSON.
 
-The one place where a pytest process imports torch: torchrun's store is torch's TCPStore, and its protocol is torch's own. Ranks
-are forked from this process here, which has to have imported torch anyway.
+The one place where a pytest process imports torch: torchrun's store is torch's TCPStore, and its protocol is torch's own. Under an
+outer launcher ranks are forked from this process, which has to import torch anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEET_S = 600.0  # for all processes to collect their tests
 
 
 class OuterStore:
-    """Named values between the processes of a run."""
+    """Named values that the processes of a run exchange."""
 
     def __init__(self, outer: OuterLauncher) -> None:
         import torch.distributed as dist

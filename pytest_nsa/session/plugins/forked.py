@@ -13,14 +13,14 @@ Protocol = Callable[..., object]
 
 
 class BoxedTests:
-    """In the place of pytest-forked's protocol, which would fork this process first: for every test that needs no ranks."""
+    """Replaces pytest-forked's protocol: it forks this process only for tests that need no ranks."""
 
     def __init__(self, protocol: Protocol, needs_ranks: Callable[[pytest.Item], bool]) -> None:
         self._protocol, self._needs_ranks = protocol, needs_ranks
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        """Leave tests on ranks to the protocol that others have."""
+        """Leave tests on ranks to the other plugins' protocol."""
         return None if self._needs_ranks(item) else self._protocol(item=item, nextitem=nextitem)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of syrupy's that ranks compared with: the host's session counts them as used, and writes new values."""
+"""Pass the syrupy snapshots that ranks compared with to the host's session, which counts them as used and writes new values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from pytest_nsa.evidence.snapshots import by_snapshot
 from pytest_nsa.evidence.values import Evidence
 
-# What is used here of syrupy's session and comparison. Versions 4.6 to 7 have it.
+# The attributes of syrupy's session and comparison that are used here. Versions 4.6 to 7 have them.
 _SESSION = ("queue_snapshot_write", "ran_item", "register_request", "update_snapshots")
 _COMPARISON = ("_assert", "executions", "extension", "index", "num_executions")
 
 
 def not_carried(item: pytest.Item) -> Iterator[str]:
-    """Yield a sentence for a ranked test with snapshots that cannot be carried to the host. The run then updates none, as syrupy
-    would delete these.
+    """Yield an error message for a ranked test with snapshots that cannot be passed to the host. The run then updates no snapshot,
+    as syrupy would delete these.
     """
     session = getattr(item.config, "_syrupy", None)
     if session is None or "snapshot" not in getattr(item, "fixturenames", ()):
@@ -39,8 +39,8 @@ def not_carried(item: pytest.Item) -> Iterator[str]:
 def take_over(item: pytest.Function, evidence: Evidence, *, passed: bool) -> None:
     """Give syrupy's session each snapshot that ranks compared with, once.
 
-    A value is written if the test ``passed``: all ranks agree on it then. Of another test nothing is written, and its snapshots
-    are in use all the same.
+    Values are written if the test ``passed``, as all ranks agree on them then. Of a test that failed nothing is written, but its
+    snapshots count as used.
     """
     session = getattr(item.config, "_syrupy", None)
     found = by_snapshot({rank.rank: rank.snapshots for rank in evidence.ranks})
@@ -80,7 +80,7 @@ def take_over(item: pytest.Function, evidence: Evidence, *, passed: bool) -> Non
 
 
 def _class(name: str) -> Any:
-    """Return the class that a rank named 'module:name'. Its module is loaded here too, or can be."""
+    """Return the class that a rank named 'module:name'; import its module if necessary."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):

@@ -50,7 +50,7 @@ class XdistHooks:
         shown = dict.fromkeys(paths, 0)  # of each: a worker may have moved to the second
         is_done = False
         while not is_done:
-            is_done = self._done.wait(ANNOUNCE_S)  # what has come until then is printed, too
+            is_done = self._done.wait(ANNOUNCE_S)  # after the last wait, the remaining announcements are printed too
             for path in paths:
                 texts = [entry["text"] for entry in read_lines(path)]
                 for text in texts[shown[path] :]:
@@ -60,14 +60,14 @@ class XdistHooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
-        """A worker that found tests on ranks has requested a zygote by now."""
+        """Start the zygote if a worker has requested one; a worker does so before it reports its collection."""
         if self._zygote is not None and self._zygote.is_wanted:
             node.config.stash[signals_key].take()
             self._zygote.start(node.config, node.config.stash[runner_key].folder.path / "zygote.log")
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        """All workers have ended."""
+        """Print the last announcements and end the zygote: all workers have ended."""
         self._done.set()
         if self._announcer is not None:
             self._announcer.join()
@@ -76,7 +76,7 @@ class XdistHooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A worker that wrote into the run has made it: the reports are due."""
+        """Make the run's folder here too if a worker has made it, so that reports are written."""
         folder = node.config.stash[runner_key].folder
         if folder.name and any(path.is_dir() for path in folder.places("")):
-            _ = folder.path
+            _ = folder.path  # makes it

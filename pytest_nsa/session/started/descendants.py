@@ -1,4 +1,4 @@
-"""Tests without our ranks that start ranks by themselves: diagnosed at the limit, at an interrupt, and when the session cannot end.
+"""Diagnose the ranks that tests start by themselves: at the time limit, at an interrupt, and when the session cannot end.
 
 Children inherit a variable that names a folder; a child that joins a process group leaves evidence there (`nsa.trace.job_folders`).
 A test that starts no process costs two entries of the environment.
@@ -45,8 +45,8 @@ from pytest_nsa.system.procfs import how_it_ended
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 LEFT_S = 0.3  # for a test's last processes to end
-IDLE_S = 10.0  # of processes that keep a session from ending: then they are ended
-BUSY = 0.2  # of a core, that a process uses which is at work
+IDLE_S = 10.0  # after which idle processes that keep a session from ending are ended
+BUSY = 0.2  # of a core: a process that uses more is at work
 COMMAND, NAMED = 100, 6  # characters of a command; processes that a report names
 
 shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
@@ -57,7 +57,7 @@ class StartedRanks:
 
     def __init__(self, config: pytest.Config, settings: Settings, runner: RankRunner) -> None:
         self.config, self.settings, self.runner = config, settings, runner
-        outer = os.environ.get(FOLDER)  # of a pytest that runs this one as a test: it reads what is in its folder
+        outer = os.environ.get(FOLDER)  # set by a pytest that runs this one in a test: it reads the jobs in its folder
         if outer:
             Path(outer).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.base = Path(tempfile.mkdtemp(prefix="nsa-jobs-", dir=outer))
@@ -68,7 +68,7 @@ class StartedRanks:
         self.item: pytest.Item | None = None
         self.owner = ""
         self.began = (0.0, 0)  # the test: seconds since the epoch; ticks since boot
-        self.before: list[int] = []  # the children that there were
+        self.before: list[int] = []  # the children that existed before the test
         self.has_children = self._is_concluding = False
         self.interrupted: list[str] = []
         self._undo_signal: Callable[[], None] | None = None
@@ -77,13 +77,13 @@ class StartedRanks:
     # -- children
 
     def _before_child(self) -> bool:
-        """Take note that a test starts a process; false where no test does."""
+        """Note that the test starts a process; return False if no test runs."""
         if self.item is None or os.getpid() != self.pid:
             return False
         if not self.has_children:
             self.has_children = True
             self._follow()
-            # Where torch was imported before the variables were set, a child by fork has no other time to be hooked.
+            # Torch may have been imported before the variables were set: a forked child must inherit the hooks.
             if "torch" in sys.modules:
                 importlib.import_module("nsa.trace.autostart").autostart()
             if threading.current_thread() is threading.main_thread():
@@ -134,7 +134,7 @@ class StartedRanks:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, Any, Any]:
-        """A process of a wider fixture's serves other tests, too: it is neither a test's nor ended with it."""
+        """Note the processes of a fixture with a wider scope: they serve other tests too, and are not ended with this one."""
         if fixturedef.scope == "function" or self.item is None:
             return (yield)
         if self.has_children:
@@ -153,7 +153,7 @@ class StartedRanks:
         return self.started.look(self.owner, self.began[1], self.before)
 
     def _after_test(self, item: pytest.Item) -> None:
-        """Name what the test has left, or end it; delete evidence of jobs that have ended."""
+        """Report the processes that the test left, or end them; delete the evidence of jobs that have ended."""
         self.announcer.follow("", ())
         found = self._look()
         if self._left(found, item.nodeid):
@@ -194,7 +194,7 @@ class StartedRanks:
         return done
 
     def _at_end(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> None:
-        """Print and write what would be lost: pytest-timeout's thread ends the process."""
+        """Print and write the reports, because pytest-timeout's thread then ends the process."""
         text = self._at_limit(item, settings, frame)
         if text:
             self._write_reports(interrupted=True)
@@ -246,7 +246,7 @@ class StartedRanks:
     # -- verdicts
 
     def _conclude(self, reason: str, timeout: float, frame: FrameType | None) -> tuple[list[Concluded], list[str]]:
-        """Diagnose the jobs that are there, and end what is the test's where it is ended itself."""
+        """Diagnose the jobs, and, if the test is being ended (``reason``), end its processes."""
         self._is_concluding = True
         try:
             found = self._look()
@@ -282,7 +282,7 @@ class StartedRanks:
                 self._at_exit(session)
 
     def _at_exit(self, session: pytest.Session) -> None:
-        """End what multiprocessing would wait for at exit, once it does no work any more."""
+        """End the processes that multiprocessing would wait for at exit, once they are idle."""
         if os.getpid() != self.pid or not self._keeps_from_ending():
             return
         left = self._wait_while_at_work()
@@ -315,7 +315,7 @@ class StartedRanks:
         return {child.pid for child in started if not child.daemon} - idle
 
     def _wait_while_at_work(self) -> list[Process]:
-        """Return what is left once no process has been at work for IDLE_S, or a time limit is over; [] where all have ended."""
+        """Wait until no process has worked for IDLE_S, or a time limit is over; return those left, [] if all have ended."""
         began = idle_since = time.monotonic()
         limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
         before = {p.key: p.cpu for p in self._look()}
@@ -341,7 +341,7 @@ class StartedRanks:
             runs.finish(run.path, sum(e.verdict.failed for e in entries), interrupted=interrupted)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Show what the test did that was interrupted."""
+        """Print the diagnosis of the test that was interrupted."""
         if self.interrupted:
             terminalreporter.write_sep("=", "interrupted; until then")
             for line in self.interrupted:
@@ -356,7 +356,7 @@ class StartedRanks:
 
 
 def _put_first(report: Any, text: list[str]) -> None:
-    """Put the verdict before the failure's own text, and into the short summary: in a form that xdist's workers can send."""
+    """Put the verdict before the failure's text, and into the short summary, in a form that xdist's workers can send."""
     shown = "\n".join(map(visible, text)) + "\n"
     if isinstance(report.longrepr, ExceptionChainRepr):
         entry = ReprTraceback([ReprEntryNative([shown])], None, style="native")
@@ -382,7 +382,7 @@ def _pids(job: Path) -> set[int]:
 
 
 def _place(frame: FrameType | None, root: Path) -> str:
-    """Return the innermost line of the repository's on a stack."""
+    """Return the innermost line of the repository on a stack."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:

@@ -1,4 +1,4 @@
-"""Start the program that announces suspicions in a test's jobs (`cli.announce`), and keep what it needs to know of the test."""
+"""Start the program that announces suspicions in a test's jobs (`cli.announce`), and describe the test to it in a file."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class JobAnnouncer:
         os.waitpid(pid, 0)  # it forks, and ends
 
     def close(self) -> None:
-        """Write nothing any more: the program ends with its folder."""
+        """Close the terminal; the program ends when its folder is deleted."""
         os.close(self._screen)

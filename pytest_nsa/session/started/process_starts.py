@@ -1,4 +1,4 @@
-"""Learn of the processes that tests start: wrap what subprocess and multiprocessing start them with."""
+"""Call a function before each start of a process: wrap the methods of subprocess and multiprocessing that start one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
-OF_RANKS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # any of them in env=: the environment is a rank's
+RANK_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # any of them in env=: the environment is a rank's
 
 
 def on_start(before: Callable[[], bool], variables: Mapping[str, str]) -> Callable[[], None]:
-    """Call ``before`` before each start of a process; where it returns true, add ``variables`` to an environment made for a rank.
+    """Call ``before`` before each start of a process; if it returns true, add ``variables`` to an environment made for a rank.
 
-    Returns what undoes it.
+    Return a function that undoes this.
     """
     from multiprocessing.process import BaseProcess
 
@@ -23,7 +23,7 @@ def on_start(before: Callable[[], bool], variables: Mapping[str, str]) -> Callab
     def execute_child(
         self: Any, args: Any, executable: Any, preexec: Any, close: Any, fds: Any, cwd: Any, env: Any, *more: Any
     ) -> Any:
-        if before() and env is not None and OF_RANKS & set(env):
+        if before() and env is not None and RANK_VARIABLES & set(env):
             env = {**variables, **env}
         return execute(self, args, executable, preexec, close, fds, cwd, env, *more)
 

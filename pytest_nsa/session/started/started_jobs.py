@@ -1,4 +1,4 @@
-"""From the evidence of jobs that a test has started by itself to folders of the run, verdicts, and what is printed of them."""
+"""From the evidence of jobs that a test has started by itself to the run's folders, verdicts, and the lines that are printed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import parse, read_text, write_json
 
 NO_JOB = "no process of the test has joined a process group"
-COME_S = 10.0  # ranks have waited so long for one that never came: the group counts as not formed
+FORM_S = 10.0  # after ranks have waited so long for a rank that never joined, the group counts as not formed
 SECOND_LOOK_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """Why jobs are looked at.
+    """Why jobs are diagnosed.
 
     ``reason``: 'deadline', 'interrupted', or '' where the test has failed by itself. ``began``: seconds since the epoch.
     ``timeout``: its time limit, in seconds.
@@ -43,9 +43,9 @@ class Occasion:
 
 @dataclass(frozen=True, slots=True)
 class Concluded:
-    """A job's verdict and evidence. ``owner``: '' for the test's own, else the fixture that has started it.
+    """A job's verdict and evidence. ``owner``: the fixture that has started it; '' for a job of the test.
 
-    ``is_idle``: it has made no call since before the test began. ``pids``: of its ranks.
+    ``is_idle``: it has made no call since the test began. ``pids``: of its ranks.
     """
 
     verdict: Verdict
@@ -57,7 +57,7 @@ class Concluded:
 
     @property
     def order(self) -> tuple[bool, bool, bool, bool, bool, float]:
-        """The job that explains the test comes first."""
+        """Sort key: the job that explains the test's failure comes first."""
         v = self.verdict
         return self.is_idle, bool(self.owner), self.has_ended, not v.failed, not v.certain, -v.confidence
 
@@ -65,10 +65,10 @@ class Concluded:
 def conclude_jobs(
     base: Path, run: RunFolder, processes: Sequence[Process], owner_of: Callable[[int], str], occasion: Occasion
 ) -> list[Concluded]:
-    """Diagnose the jobs that have left evidence in ``base`` and have not ended well: the one that explains the test comes first.
+    """Diagnose the jobs with evidence in ``base`` that have not ended well; the job that explains the test's failure comes first.
 
-    Its evidence goes into the test's folder in ``run``, and its verdict into the run's list; that of the others into folders below.
-    ``owner_of(pid)``: the fixture that has started a process, '' for the test.
+    The first job's evidence goes into the test's folder in ``run``, and its verdict into the run's list; the other jobs' evidence
+    goes into folders below. ``owner_of(pid)``: the fixture that has started a process, '' for the test.
     """
     # os.walk passes over what is deleted while it looks: a pytest that the test runs deletes its own jobs.
     folders = sorted(Path(at) for at, _, files in os.walk(base) if "job.json" in files)
@@ -112,13 +112,13 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) -> None:
-    """Complete a job's evidence: the test that it belongs to, why it is looked at, how its ranks have ended."""
+    """Complete a job's evidence: the test that it belongs to, why it is diagnosed, how its ranks have ended."""
     described = _described(job.folder)
     described |= {"nodeid": occasion.nodeid, "root": occasion.root, "timeout": occasion.timeout}
     write_json(job.folder / "job.json", described, indent=1)
     reason = occasion.reason
     if reason == "deadline":
-        is_late = len(job.watch.boards) < described["world_size"] and job.watch.stalled_s >= COME_S
+        is_late = len(job.watch.boards) < described["world_size"] and job.watch.stalled_s >= FORM_S
         reason = "start" if is_late else reason
     began = float(described.get("created", occasion.began))
     if reason:
@@ -151,10 +151,7 @@ def _to_front(found: list[Concluded], folder: Path) -> None:
 
 
 def describe(jobs: Sequence[Concluded], others: Sequence[str], waits_at: str) -> list[str]:
-    """Return what the test's report shows.
-
-    The job that explains it, other jobs and processes a line each, and where the test waits.
-    """
+    """Return the lines of the test's report: the job that explains it, other jobs and processes, and where the test waits."""
     shown = [*_of_jobs(jobs), *(f"  process  {other}" for other in others)]
     if waits_at:
         shown.append(f"  waits    the test, at {waits_at}")
