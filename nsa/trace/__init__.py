@@ -1,7 +1,7 @@
-"""Tracers that watch a training step of any nn.Module. One file a tracer:
+"""Tracers that watch a training step of any nn.Module. One file per tracer:
 
 - `board`: the mapped page that survives whatever happens to the rank
-- `observe`: hooks that keep the board true (phase, module, gradients), `calls/`: calls that ranks wait in
+- `observe`: hooks that update the board (phase, module, gradients), `calls/`: calls that ranks wait in
 - `stall/`: heartbeat (the thread that shows that the interpreter still runs, and on which line), stacks, loop counters, exceptions
 - `divergence/`: checksums of what must be equal on all ranks, and the lines that change it
 - `gradients`, `module_backward`, `ddp_buckets`, `memory`, `statistics`: the traces a user asks for

@@ -1,7 +1,7 @@
 """An entry point that torch loads when it is imported: NSA_TRACE_DIR alone makes a rank leave evidence.
 
-A process that a launcher has numbered (RANK) is a rank from its import of torch on. Any other is one once it calls
-``init_process_group``: a child of ``mp.spawn``, of a forkserver, of an engine. Below a test that starts its ranks by itself, the
+A process with a number from its launcher (RANK) is a rank from its import of torch on. Any other process becomes one when it calls
+``init_process_group``: a child of ``mp.spawn``, of a forkserver, of an engine. For a test that starts its ranks by itself, the
 plugin sets NSA_TRACE_JOBS, and each job has a folder (`job_folders`).
 """
 
@@ -25,7 +25,7 @@ _begun_in = 0  # the process that has begun
 
 
 def autostart() -> None:
-    """Follow this process where it is a rank and evidence is requested; else wait until it forms a process group."""
+    """Trace this process if it is a rank and evidence is requested; else when it forms its first process group."""
     if not (os.environ.get(VARIABLE) or os.environ.get(job_folders.FOLDER)) and _begin is None:
         return
     rank = os.environ.get("RANK", "")
@@ -45,25 +45,25 @@ def begin_at_first_group(begin: Begin) -> None:
 
 
 def mark_as_traced() -> None:
-    """This process has evidence already, or none of it is wanted: neither it nor its copies begin again."""
+    """Mark this process as traced already, or as not to be traced: neither it nor its forks start a trace."""
     global _begun_in
     _begun_in = os.getpid()
     os.environ[_DONE] = _launch(os.environ.get("RANK", ""))
 
 
 def _launch(rank: str) -> str:
-    """Return what distinguishes ranks of one launch from those of another, which has its own address or port."""
+    """Return a text that distinguishes this rank from ranks of other launches, which have another address or port."""
     return f"{rank}@{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def _is_done(rank: str) -> bool:
-    """Return whether this rank is followed already: its own children (loaders' workers, compilers) inherit its variables."""
+    """Return whether this rank is traced already, as in its children (loaders' workers, compilers), which inherit its variables."""
     return os.environ.get(_DONE) == _launch(rank)
 
 
 def _start(rank: int, world_size: int, given: dict[str, Any]) -> None:
-    """Follow this process into the folder that the environment names, if it names one for it; one that cannot be written costs
-    the evidence, not the training.
+    """Trace this process into the folder that the environment names, if any. If that folder cannot be written to, the training
+    runs without evidence.
     """
     folder = os.environ.get(VARIABLE)
     if not folder and not job_folders.is_requested():
@@ -81,7 +81,7 @@ def _start(rank: int, world_size: int, given: dict[str, Any]) -> None:
 
 
 def _hook_groups() -> None:
-    """Wrap ``init_process_group``, once a process, in both modules that have it: a test may have replaced one for a time."""
+    """Wrap ``init_process_group``, once per process, in both modules that have it: a test may have replaced one for a time."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -105,8 +105,8 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hook_processes() -> None:
-    """Wrap what multiprocessing starts a child with, once a process: exceptions of children reach no hook, and a child that was
-    forked calls no handler of atexit before Python 3.13.
+    """Wrap the method with which multiprocessing runs a child, once per process: no hook sees the exceptions of children, and a
+    forked child calls no handler of atexit before Python 3.13.
     """
     from multiprocessing.process import BaseProcess
 
@@ -140,7 +140,7 @@ def _ended(error: BaseException | None) -> None:
 
 
 def _before_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Begin, in a process that has not: with the numbers that its call gives, or its environment."""
+    """Start the trace, unless it has started: with the rank and world size that the call gives, or the environment."""
     global _begun_in
     if _begun_in == os.getpid():
         return

@@ -1,6 +1,6 @@
 """The board: one small file per rank, mapped shared, with the rank's location.
 
-A write is a store into mapped memory: no system call, no flush. The page outlives the rank whatever became of it
+A write is a store into mapped memory: no system call, no flush. The page survives whatever happens to the rank
 (SIGKILL, SIGSTOP, the GIL held for ever), and reading it disturbs no process. The file describes itself: its first
 ``HEADER`` bytes are JSON with the offset and format of every field, so a reader needs no code of this package.
 """
@@ -31,21 +31,21 @@ _NUMBERS = {
     "pid": "q", "rank": "q", "world_size": "q", "step": "q", "phase": "q", "phase_time": "d",
     "beat": "q", "beat_time": "d", "beat_monotonic": "d", "gil_late": "d", "line_time": "d",
     "modules_entered": "q", "progress": "q",
-    "path_base": "q",  # what modules_entered was as the forward began
-    "path_length": "q",  # of a forward that has ended; -1: it runs, and its length is what was entered since it began
+    "path_base": "q",  # the value of modules_entered when the forward began
+    "path_length": "q",  # of a forward that has ended; -1: it runs, and its length is modules_entered - path_base
     "gradients": "q", "gradients_expected": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
     "calls_from": "q",  # the index of the first call that is not of a default group that has been destroyed
-    "failed_in": "q",  # as blocked_in: the last call of the main thread, where an exception ended it
+    "failed_in": "q",  # as blocked_in: the last call of the main thread, if an exception ended it
     "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q",
     "limit_time": "d",  # when the call that blocks the main thread ends by itself; 0: it has no such limit
-    "polled_time": "d", "polled_from": "d",  # when the main thread last looked into a store, and began to, again and again
-    "on_device": "q",  # 1: collectives were seen that outlast their wait
-    "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that came to their end
+    "polled_time": "d", "polled_from": "d",  # when the main thread last queried a store, and when it began to poll it
+    "on_device": "q",  # 1: collectives were observed that run on after their wait
+    "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that were exhausted
 }  # fmt: skip
 _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160, "key": 160}
 
-# A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
+# A record's `commit` is its index + 1 and is written last: if it differs, the record is incomplete.
 _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
     ("root", "q"),
@@ -59,7 +59,7 @@ _MOVES = ("progress", "modules_entered", "gradients", "collectives_entered", "co
 
 
 def _cut(note: str) -> bytes:
-    """Return what of a note a record holds; it ends with '…' where that is not all."""
+    """Return the part of a note that fits into a record; it ends with '…' if the note was cut."""
     data = note.encode()
     return data if len(data) <= 96 else data[:93].decode(errors="ignore").encode() + "…".encode()
 
@@ -108,7 +108,7 @@ def header() -> bytes:
 
 
 def _mapped(path: str | os.PathLike[str], size: int) -> mmap.mmap:
-    """Map a file of zeros. The monitor may have made it, with its space on the disk: that is kept."""
+    """Map a file of zeros. The monitor may have made it, with reserved disk space, which is kept."""
     fd = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         if os.pread(fd, 1, 0) not in (b"", b"\0"):  # an earlier rank's
@@ -120,14 +120,14 @@ def _mapped(path: str | os.PathLike[str], size: int) -> mmap.mmap:
 
 
 class Board:
-    """The writer's side. Attributes of a rank are set with `number` and `text`; collectives with `enter` and `leave`."""
+    """The writer's side. `number` and `text` set the fields of a rank; `enter` and `leave` record its collectives."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None, rank: int = 0, world_size: int = 1) -> None:
         layout = _layout()[0]
         self._numbers = {
             name: (place[0], _FLOAT if place[1] == "d" else _INT) for name, place in layout["numbers"].items()
         }
-        # Where a counter lies among the 8-byte words, and a text among the bytes: made once, as calls are frequent.
+        # The positions of counters, in 8-byte words, and of texts, in bytes: computed once, as calls are frequent.
         self._words = {name: offset // 8 for name, (offset, _) in self._numbers.items()}
         self._slices = {name: slice(offset, offset + size) for name, (offset, size) in layout["texts"].items()}
         self._module, self._parameter = self._slices["module"], self._slices["parameter"]
@@ -138,9 +138,9 @@ class Board:
         self.open(path, rank, world_size)
 
     def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
-        """Begin again in the file ``path`` (None: in memory that no other process sees). Raises OSError, on a full disk too.
+        """Begin again in the file ``path`` (None: in memory that no other process sees). Raises OSError, also on a full disk.
 
-        Where `ulimit -f` allows no file of its size, it holds fewer collectives.
+        If `ulimit -f` does not allow a file of the usual size, the board holds fewer collectives.
         """
         self._slots = RING_SIZE
         if path is not None:
@@ -168,20 +168,20 @@ class Board:
         code.pack_into(self._map, offset, value)
 
     def add(self, name: str) -> None:
-        """Count a field up."""
+        """Increment a counter."""
         self._counters[self._words[name]] += 1
 
     def reset(self, name: str) -> None:
-        """Set a counted field to zero."""
+        """Set a counter to zero."""
         self._counters[self._words[name]] = 0
 
     def count(self, name: str) -> int:
-        """Return the value that `add` has reached."""
+        """Return the value of a counter."""
         return self._counters[self._words[name]]
 
     @property
     def moves(self) -> tuple[int, ...]:
-        """What changes as long as the rank makes progress."""
+        """The counters that change while the rank makes progress."""
         return tuple(self.count(name) for name in _MOVES)
 
     def text(self, name: str, value: str) -> None:
@@ -189,9 +189,9 @@ class Board:
         self.put(name, self.padded(value, name))
 
     def arrival(self, index: int, name: bytes) -> Callable[[object], None]:
-        """Return a hook that notes on this board, until it is opened again, that the gradient of parameter ``index`` has arrived.
+        """Return a hook that records on this board, until it is opened again, that the gradient of parameter ``index`` has arrived.
 
-        ``name`` is what `padded` gave. A hook is called for each parameter in each step: nothing is looked up in it.
+        ``name`` is a result of `padded`. The hook is called for each parameter in each step, so it looks nothing up.
         """
         mapped, counters, gradients, parameter = self._map, self._counters, self._gradients, self._parameter
         at = self._arrived + index
@@ -208,11 +208,11 @@ class Board:
         return arrived if index < MAX_PARAMETERS else counted
 
     def has_arrived(self, index: int) -> bool:
-        """Return whether the gradient of parameter ``index`` has arrived in the last backward begun."""
+        """Return whether the gradient of parameter ``index`` has arrived in the latest backward."""
         return index >= MAX_PARAMETERS or self._map[self._arrived + index] != 0
 
     def begin_backward(self) -> None:
-        """No gradient has arrived, and what is called from now on is not part of the forward's path."""
+        """Clear the arrived gradients, and end the forward's path: modules called from now on are not part of it."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
         self.reset("gradients")
         if self.count("path_length") < 0:
@@ -220,13 +220,13 @@ class Board:
             self._path_base = -1 << 62
 
     def begin_forward(self) -> None:
-        """The path of the calls of modules begins again."""
+        """Begin a new path of module calls."""
         self._path_base = self.count("modules_entered")
         self.number("path_base", self._path_base)
         self.number("path_length", -1)
 
     def called(self, place: int, name: bytes) -> None:
-        """A module is called: ``place`` is its number in the model's `named_modules`, ``name`` what `padded` gave."""
+        """Record a module's call: ``place`` is its number in the model's `named_modules`, ``name`` a result of `padded`."""
         counters = self._counters
         at = counters[self._entered]
         counters[self._entered] = at + 1
@@ -236,16 +236,16 @@ class Board:
         self._map[self._module] = name
 
     def padded(self, name: str, field: str = "module") -> bytes:
-        """Return a text as `called` and `put` want it, cut from its front: paths and modules' names differ at their ends."""
+        """Return a text as `called` and `put` take it, cut at its front: paths and modules' names differ at their ends."""
         size = _TEXTS[field]
         return name.encode(errors="replace")[-size:].ljust(size, b"\0")
 
     def put(self, field: str, text: bytes) -> None:
-        """Set a text field to what `padded` gave."""
+        """Set a text field to a result of `padded`."""
         self._map[self._slices[field]] = text
 
     def phase(self, name: str) -> None:
-        """The rank enters a phase (one of PHASES)."""
+        """Record that the rank enters a phase (one of PHASES)."""
         self.phase_name, self.phase_since = name, wall_clock()
         self.number("phase_time", self.phase_since)
         self.number("phase", PHASES.index(name))
@@ -255,11 +255,11 @@ class Board:
         self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1,
         root: int = -1, reduction: str = "", note: str = "", callers: str = "",
     ) -> int:  # fmt: skip
-        """Enter a collective of a group of ``size`` ranks; returns the index to `leave` with.
+        """Record the entry into a collective of a group of ``size`` ranks; return the index for `leave`.
 
         ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...;
-        ``note``: a new group's name and ranks, a tag, split sizes, cut off with '…' where it is long; ``site`` and ``callers`` as
-        `frames.call_path` has them.
+        ``note``: a new group's name and ranks, a tag, split sizes, cut off with '…' if it is long; ``site`` and ``callers`` as
+        `frames.call_path` returns them.
         """
         index = self.count("collectives_entered")
         offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
@@ -274,12 +274,12 @@ class Board:
         return index
 
     def leave(self, index: int, *, refused: bool = False) -> None:
-        """The collective that `enter` numbered has completed. ``refused``: it raised before it began, unseen by others."""
+        """Record that the collective ``index`` has completed. ``refused``: it raised before it began, so no other rank saw it."""
         now = wall_clock()
         self._end(index, "left", -now if refused else now)
 
     def drop(self, index: int) -> None:
-        """The program has dropped the Work of the send or receive that `enter` numbered, and has not waited for it."""
+        """Record that the program has dropped the Work of the send or receive ``index`` without waiting for it."""
         self._end(index, "dropped", wall_clock())
 
     def _end(self, index: int, field: str, value: float) -> None:

@@ -17,7 +17,7 @@ Listener = Callable[[dist.GradBucket], None]
 
 @dataclass
 class BucketHook:
-    """State of the hook: the group, the listeners of buckets, and a hook of the user's that came after ours."""
+    """State of the hook: the group, the listeners of buckets, and a hook that the user has registered after ours."""
 
     group: dist.ProcessGroup
     listeners: list[Listener] = field(default_factory=list)
@@ -48,25 +48,25 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def ddp_models_in(root: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return ``root`` where it is DDP's, and what is DDP's inside of it: a library may wrap one in its own module."""
+    """Return the DDP modules of ``root``, itself included: a library may wrap DDP in its own module."""
     return [module for module in root.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def ensure_hook(ddp: DistributedDataParallel) -> BucketHook | None:
-    """Return the hook of ``ddp``, registered on first use; None where another hook is there already."""
+    """Return the hook of ``ddp``, registered on first use; None if it has another hook already."""
     state = getattr(ddp, "_nsa_bucket_hook", None)
     if state is None and not getattr(ddp, "_comm_hooks", None) and getattr(ddp, "mixed_precision", None) is None:
         state = BucketHook(ddp.process_group)
         try:
             ddp.register_comm_hook(state, _reduce)
-        except RuntimeError:  # one of torch's builtin hooks is there, which leaves no trace in Python
+        except RuntimeError:  # it has one of torch's builtin hooks, which Python cannot see
             return None
         ddp._nsa_bucket_hook = state
     return state
 
 
 def give_way_to_user_hooks() -> None:
-    """DDP takes one hook for ever: one that the user registers after ours is called by ours in its place."""
+    """Let our hook call a hook that the user registers later: DDP accepts only one."""
     register = DistributedDataParallel.register_comm_hook
 
     def register_comm_hook(self: DistributedDataParallel, state: Any, hook: Any) -> None:
@@ -92,7 +92,7 @@ def give_way_to_user_hooks() -> None:
 
 
 def note_kept_gradients(root: torch.nn.Module) -> None:
-    """Before a backward: whether gradients of the last one still live in DDP's buckets."""
+    """Note, before a backward, whether gradients of the last one are still views of DDP's buckets."""
     state = getattr(root, "_nsa_bucket_hook", None)
     if state is not None:
         first = next((p for p in root.parameters() if p.requires_grad), None)
@@ -100,9 +100,9 @@ def note_kept_gradients(root: torch.nn.Module) -> None:
 
 
 def ddp_numbers(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """DDP's own figures: bucket sizes in bytes, and of its last backward the nanoseconds of computing and of reducing.
+    """Return DDP's own figures: bucket sizes in bytes, and the nanoseconds of computing and reducing in its last backward.
 
-    To be read between steps: in a backward that is stalled it waits for the reducer, and holds the GIL.
+    To be called between steps: in a stalled backward, DDP would wait for the reducer and hold the GIL.
     """
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
@@ -121,7 +121,7 @@ class BucketTrace:
         self.buckets: list[tuple[int, str]] = []
 
     def attach(self, ddp: DistributedDataParallel) -> bool:
-        """Listen to ``ddp``'s buckets; False, and a line in the log, when it has another hook."""
+        """Listen to ``ddp``'s buckets; if it has another hook, log a warning and return False."""
         state = ensure_hook(ddp)
         if state is None:
             logger.warning("[DDP] rank=%d buckets are not traced: another communication hook is registered", self.rank)

@@ -23,13 +23,13 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 def variables(environ: dict[str, str]) -> dict[str, str]:
-    """Return those that shape a run, without secrets."""
+    """Return the variables that affect a run, with secrets masked."""
     shown = {name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES) or name in _NAMES}
     return masked_variables(shown)
 
 
 def revision() -> str:
-    """Return the git revision of the code that runs, with ``+`` where it was changed; '' where there is none."""
+    """Return the git revision of this code, with ``+`` if it was changed; '' outside of a repository."""
     here = Path(__file__).parent
     try:
         command = ["git", "-C", str(here), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
@@ -39,7 +39,7 @@ def revision() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a run's figures depend on."""
+    """Return versions, devices, command and variables: what a run's figures depend on."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -58,5 +58,5 @@ def environment() -> dict[str, Any]:
 
 
 def write_environment(path: Path, **more: Any) -> None:
-    """Write it as JSON, with ``more`` fields."""
+    """Write `environment` as JSON, with ``more`` fields."""
     write_atomically(path, json.dumps({**environment(), **more}, indent=1) + "\n", follow=True)

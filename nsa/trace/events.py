@@ -1,4 +1,4 @@
-"""What a rank writes down as it happens: a JSON line each in ``events.jsonl``, one write, so that a kill loses at most one."""
+"""The events that a rank records at once: one JSON line each in ``events.jsonl``, in one write: a kill loses at most one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from nsa.trace.files import close, open_to_append, wall_clock, write
 from nsa.trace.strict_json import to_json
 
-SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines next to them
+SCHEMA = 1  # of the files that ranks write; job.json and env.json have it, for the JSON lines next to them
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 
 @contextlib.contextmanager
 def where_there_is_room() -> Iterator[None]:
-    """Write evidence: the program that is traced goes on where the disk is full, or a file may not grow."""
+    """Ignore the errors of a full disk, or of a file that may not grow: the traced program continues without the evidence."""
     try:
         yield
     except OSError as error:
@@ -44,12 +44,12 @@ def record(folder: Path, **event: Any) -> None:
 
 
 def local_rank(otherwise: int) -> int:
-    """Return this rank's number on its machine, as torchrun or SLURM names it."""
+    """Return this rank's number on its machine, by torchrun's or SLURM's variable; ``otherwise`` without one."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or otherwise)
 
 
 def machine(*, on_gpu: bool = False) -> str:
-    """Return 'node5', or 'node5, GPU 2' of a rank on a GPU: as the machine numbers it, whichever this process may see."""
+    """Return 'node5', or 'node5, GPU 2' for a rank on a GPU, with the machine's number of the GPU."""
     if not on_gpu:
         return platform.node()
     local = local_rank(0)

@@ -1,7 +1,7 @@
-"""What is written into a folder of evidence: appended to, or replaced as a whole. No link that is in it is followed.
+"""Write files in a folder of evidence: append to them, or replace them as a whole. No link in the folder is followed.
 
-And the clock: a test may freeze `time.time`, or make `os.write` raise as on a full disk. What the tracers call is as it was at
-import; tools that freeze time leave `clock_gettime`.
+Also the clock: a test may freeze `time.time`, or make `os.write` raise as on a full disk. The tracers call the functions that were
+bound at import; tools that freeze time do not replace `clock_gettime`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def wall_clock() -> float:
 
 
 def monotonic() -> float:
-    """Return the seconds of a clock that no adjustment sets back, since an unspecified moment."""
+    """Return seconds since an unspecified moment, by a clock that is never set back."""
     return clock_gettime(CLOCK_MONOTONIC)
 
 
 def open_to_append(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor that appends to a file, which is made where there is none. Raises OSError; for what is a link, too."""
+    """Return a descriptor that appends to a file, which is made if it does not exist. Raises OSError, also for a link."""
     return open_fd(path, _FLAGS | os.O_APPEND, 0o666)
 
 
 def write_atomically(path: Path, content: str | bytes, *, follow: bool = False, synced: bool = False) -> None:
-    """Put ``content`` in the place of ``path``: a reader sees the old file or the new one. Raises OSError.
+    """Replace ``path`` by ``content``: a reader sees the old file or the new one. Raises OSError.
 
-    With ``follow`` the folder of ``path`` may be a link: one that the user has named. With ``synced`` the new file is on the disk
-    before it takes the place of the old one.
+    With ``follow`` the folder of ``path`` may be a link, for a path that the user has named. With ``synced`` the new file is on the
+    disk before it replaces the old one.
     """
     data = memoryview(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     folder = open_fd(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))

@@ -1,4 +1,4 @@
-"""Whether a tensor's numbers are finite: read at once, and only where reading leaves no trace in the program."""
+"""Whether a tensor's numbers are finite. They are read only where that has no effect on the program."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ MAX_LOOK = 1 << 20  # numbers: their sum takes a tenth of a millisecond
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether all numbers of a tensor are finite; True where they cannot be read, or to read them would cost."""
+    """Return whether all numbers of a tensor are finite; True if they cannot be read, or are too expensive to read."""
     try:
         if not _can_be_read(value):
             return True
         values = value.detach()
         # A sum of finite numbers may be infinite, too.
         return math.isfinite(values.sum()) or bool(values.isfinite().all())
-    except Exception:  # a tensor that is unlike all that we know
+    except Exception:  # an unusual kind of tensor
         return True
 
 
 def _can_be_read(value: Any) -> bool:
-    """Return whether a value is a plain tensor with few numbers on the CPU, and nothing records or replaces what is done with it.
+    """Return whether a value is a plain tensor with few numbers on the CPU, and nothing records or replaces operations on it.
 
-    A subclass, a mode, `torch.jit.trace` and a transform such as vmap see each operation on a tensor, attributes included; and a
-    program may free the storage of a tensor that it keeps.
+    A subclass, a mode, `torch.jit.trace` and a transform such as vmap see each operation on a tensor, including attributes. A
+    program may also have freed the storage of a tensor that it keeps.
     """
     if type(value) is not torch.Tensor or torch._C._get_tracing_state() is not None:
         return False

@@ -15,14 +15,14 @@ _ROOT = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep
 _LIBRARIES = {
     os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib", "scripts")
 }
-# The plugin that runs the program lies in the folder of this package.
+# The plugin that runs the program is in the same folder as this package.
 _FOREIGN = (*_LIBRARIES, _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
 # Wherever they are installed, packages are not the program under test.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # An installed `nsa` is the user's code too: its model is what hangs.
 _OURS = _ROOT + "nsa" + os.sep
 
-# What torch's compiler has written, in whatever folder it keeps that.
+# Files that torch's compiler has written, in whatever folder.
 _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
 
 _known: dict[str, bool] = {}
@@ -40,7 +40,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def add_user_file(filename: str) -> None:
-    """Count a file as the program under test, wherever it lies."""
+    """Count a file as part of the program under test, wherever it is."""
     if filename:
         _known[filename] = True
 
@@ -70,16 +70,16 @@ def call_site(depth: int = 1) -> str:
     return describe(user_frame(sys._getframe(depth + 1)))
 
 
-CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are looked at for them
-# With the codes of each way: while they live, no other code has their numbers.
+CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are searched for them
+# By call path. The code objects are kept, because no other code has their ids while they live.
 _ways: dict[tuple[int, ...], tuple[str, str, list[CodeType]]] = {}
-_MOST_WAYS = 4096  # then they are forgotten: code that is made at run time has new ones for ever
+_MOST_WAYS = 4096  # then the cache is cleared: code that is made at run time adds paths without end
 
 
 def call_path(depth: int = 1) -> tuple[str, str]:
     """Return `call_site`, and the user's lines that led there, innermost first: 'train.py:30 in step < main.py:12 in main'.
 
-    Of their files the names alone: they distinguish two ways to one line. Each way is put into words once.
+    Callers have only their file's name, which suffices to distinguish two paths to one line. Each path is formatted once.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     frames: list[FrameType] = []

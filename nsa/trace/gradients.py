@@ -26,9 +26,9 @@ _listener: Listener = _ignore
 
 
 def report_gradients(listener: Listener) -> None:
-    """Call ``listener(step, missing, order)``, and no earlier listener, after each backward that a `GradientTrace` here reports on.
+    """Call ``listener(step, missing, order)``, instead of an earlier listener, after each backward with a `GradientTrace`.
 
-    ``order`` is a checksum of the parameters' names in the order in which their gradients came to be ready.
+    ``order`` is a checksum of the parameters' names in the order in which their gradients became ready.
     """
     global _listener
     _listener = listener
@@ -39,7 +39,7 @@ class GradientTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self.expected = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad]
-        self.arrived: dict[str, None] = {}  # in the order in which they came
+        self.arrived: dict[str, None] = {}  # in the order of their arrival
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(self._hook(plain_name(n)))
             for n, p in model.named_parameters()
@@ -54,9 +54,9 @@ class GradientTrace:
         return [name for name in self.expected if name not in self.arrived]
 
     def report(self, step: int, missing_file: Path | None = None, rank: int = 0) -> list[str]:
-        """Log what arrived after the backward of ``step``, as a warning where something is missing; returns what is.
+        """Log how many gradients arrived in the backward of ``step``, as a warning if some are missing; return the missing names.
 
-        ``missing_file``, one for all ranks, gets a line 'step1 blocks.4.attn.out.weight rank=0' each.
+        ``missing_file``, one for all ranks, gets a line 'step1 blocks.4.attn.out.weight rank=0' for each.
         """
         missing = self.missing()
         level = logging.WARNING if missing else logging.INFO
@@ -71,11 +71,11 @@ class GradientTrace:
         return missing
 
     def reset(self) -> None:
-        """Forget what arrived: call it before each backward."""
+        """Clear the arrived gradients: to be called before each backward."""
         self.arrived.clear()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,7 +1,7 @@
 """How many autograd nodes each module's forward makes, without walking the graph.
 
-Autograd numbers the nodes of a thread as it makes them; the difference between two moments is what was made between them.
-A module that makes many is met often at its work: so only every `STRIDE` nodes their owner is looked up.
+Autograd numbers the nodes of a thread as it makes them; the difference of two numbers is how many were made in between.
+The module that makes them is looked up only once per `STRIDE` nodes: a module that makes many is found often.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 from nsa.trace.board import Board
 
 next_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-MANY_NODES = 1000  # nodes of a module, from which on the board names it
+MANY_NODES = 1000  # nodes of a module; from so many on, the board names it
 STRIDE = 64
 NEVER = 1 << 62
 
 
 class NodeCount:
-    """Nodes of the current forward by module, each module's own: those of its children are theirs.
+    """Counts the nodes of the current forward by module, without those of the module's children.
 
-    The caller of modules reads `next_number` as a call begins and ends, and calls `made` where it has passed ``due``.
+    The observer reads `next_number` when a module's call begins and ends, and calls `made` if it has passed ``due``.
     """
 
     def __init__(self, board: Board) -> None:
@@ -27,7 +27,7 @@ class NodeCount:
         self.due = NEVER
 
     def begin(self) -> None:
-        """Another forward."""
+        """Reset for a forward."""
         self._own: dict[str, int] = {}
         self._most = MANY_NODES
         self._first = self._last = next_number()
@@ -45,6 +45,6 @@ class NodeCount:
             self.board.number("nodes_owned", own)
 
     def end(self) -> None:
-        """The forward has ended; a backward may number its own nodes."""
+        """Store the forward's number of nodes; nodes that a backward makes are not counted."""
         self.board.number("nodes", next_number() - self._first)
         self.due = NEVER

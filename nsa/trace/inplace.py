@@ -1,8 +1,8 @@
-"""Writes, inside of a region that is recomputed in backward, into tensors that were there before it.
+"""Find writes, inside a region that is recomputed in backward, into tensors that existed before it.
 
 Checkpointing runs a region twice. An operation that changes its input, a parameter or a buffer in place makes the second run
-start from other values than the first: gradients are then wrong, or autograd refuses. Autograd's version counters see a part of
-these writes only: not those under ``no_grad`` or through ``.data``, and none into a tensor that it has not saved.
+start from other values than the first: gradients are then wrong, or autograd raises. Autograd's version counters detect only some
+of these writes: not those under ``no_grad`` or through ``.data``, and none into a tensor that it has not saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nsa.trace.frames import call_site
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """``operation`` as ATen names it (``add_``), ``tensor`` as a person would (``input 0 of blocks.3``), ``where`` file:line."""
+    """A write: ``operation`` is its ATen name (``add_``), ``tensor`` in words (``input 0 of blocks.3``), ``where`` file:line."""
 
     operation: str
     tensor: str
@@ -52,8 +52,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors that an operator writes into, by its schema."""
-    # Its schema does not show that batch normalisation in training writes its running statistics.
+    """Yield the tensors that an operator writes into, by its schema."""
+    # The schema does not show that batch normalisation in training writes its running statistics.
     normalises = "batch_norm" in func._schema.name and "backward" not in func._schema.name
     for index, argument in enumerate(func._schema.arguments):
         is_statistic = normalises and argument.name in ("running_mean", "running_var")
@@ -81,9 +81,9 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 @contextlib.contextmanager
 def watched(root: nn.Module, regions: Sequence[nn.Module]) -> Iterator[list[Write]]:
-    """Collect the writes that each call of ``regions``, modules of ``root``, makes into what was there before it.
+    """Collect the writes that each call of ``regions``, modules of ``root``, makes into tensors that existed before it.
 
-    These are its inputs, and the parameters and buffers of ``root``. Calls must not be compiled.
+    These tensors are its inputs, and the parameters and buffers of ``root``. Calls must not be compiled.
     """
     names = {id(module): name for name, module in root.named_modules()}
     regions = list(dict.fromkeys(regions))  # a block may be in several places

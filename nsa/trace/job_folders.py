@@ -1,4 +1,4 @@
-"""Where the ranks of a job leave evidence that a test has started by itself: a folder for each job, below one for the session."""
+"""The folders of evidence for jobs that tests start by themselves: one per job, inside one for the session."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # of all jobs of a session; the process that runs its tests
+FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # the folder of a session's jobs; the process that runs its tests
 
 
 def is_requested() -> bool:
-    """Return whether this process leaves evidence in a job's folder: not the one that runs the test."""
+    """Return whether this process leaves evidence in a job's folder: the process that runs the test does not."""
     return bool(os.environ.get(FOLDER)) and os.environ.get(HOST) != str(os.getpid())
 
 
 def begin(rank: int, world_size: int, given: dict[str, Any]) -> None:
-    """Leave evidence of this rank from now on; ``given`` is what its ``init_process_group`` was called with.
+    """Trace this rank from now on; ``given`` are the arguments of its ``init_process_group``.
 
-    Level light, unless NSA_TRACE_LEVEL is set: collectives, stacks and exceptions.
+    The level is light (collectives, stacks and exceptions), unless NSA_TRACE_LEVEL is set.
     """
     os.environ.setdefault("NSA_TRACE_LEVEL", "light")
     from nsa.trace.training import trace_training
@@ -27,7 +27,7 @@ def begin(rank: int, world_size: int, given: dict[str, Any]) -> None:
 
 
 def _folder(rank: int, world_size: int, given: dict[str, Any]) -> Path:
-    """Return the folder of this rank's job: by what its ranks have in common; another one where the rank is there already."""
+    """Return the folder of this rank's job, named by what its ranks have in common; a numbered one if it has this rank already."""
     address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     method = str(given.get("init_method") or "env://")
     place = address if method.startswith("env") else method

@@ -1,4 +1,4 @@
-"""Memory of this rank: what it holds now and has held at most, on the host and on the GPU."""
+"""Memory of this rank: its present size and its peak, on the host and on the GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def peak_mib() -> float:
-    """Peak memory in MiB: of the CUDA allocator when a GPU is in use, else of the process."""
+    """Return the peak memory in MiB: of the CUDA allocator if a GPU is in use, else of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / MIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -27,12 +27,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_mib() -> float:
-    """Return what this process holds now, in MiB."""
+    """Return the resident memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / MIB
 
 
 def on_gpu_mib() -> tuple[float, float] | None:
-    """Return what the CUDA allocator has given out and what it has reserved, in MiB; None where no GPU is in use."""
+    """Return the memory that the CUDA allocator has allocated, and that it has reserved, in MiB; None if no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
     return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
@@ -40,7 +40,7 @@ def on_gpu_mib() -> tuple[float, float] | None:
 
 @functools.cache  # a fork inherits it
 def limit_mib() -> float:
-    """Return how much this process and the other ranks here may hold, in MiB: the machine's memory, or its container's."""
+    """Return the memory of this machine, or of its container, in MiB, which all ranks on it share."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     limit = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal:")) / 1024
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
@@ -50,7 +50,7 @@ def limit_mib() -> float:
 
 
 def snapshot(step: int, rank: int) -> dict[str, float | int]:
-    """Figures in MiB. ``rss`` and ``peak_rss`` are the process's; ``cuda_*`` are there when a GPU is in use."""
+    """Return figures in MiB: ``rss`` and ``peak_rss`` of the process; ``cuda_*`` if a GPU is in use."""
     facts: dict[str, float | int] = {
         "step": step,
         "rank": rank,
@@ -65,7 +65,7 @@ def snapshot(step: int, rank: int) -> dict[str, float | int]:
 
 
 def dump(folder: Path, step: int, rank: int, moment: str, mark: str = "") -> Path:
-    """Write ``mem{mark}_{moment}_rank{r}.json`` and ``.txt`` (the same, for people); returns the former.
+    """Write ``mem{mark}_{moment}_rank{r}.json`` and ``.txt`` (the same, for people); return the path of the former.
 
     ``moment``: boot, step1 or stall. ``mark``: `nsa.training.parallel.file_mark`.
     """

@@ -1,4 +1,4 @@
-"""Which modules' backward ran. Full backward hooks are dear on every module, so they sit at block level."""
+"""Which modules' backward ran. Full backward hooks on every module are expensive, so only blocks have them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class ModuleBackwardTrace:
         return ran
 
     def not_reached(self) -> list[str]:
-        """Modules where backward has not run since the last `reset`."""
+        """Return the modules where backward has not run since the last `reset`."""
         reached = set(self.reached)
         return [name for name in self._names if name not in reached]
 
     def report(self, step: int) -> list[str]:
-        """Log the modules that backward never reached, as warnings; returns them."""
+        """Log the modules that backward never reached, as warnings, and return them."""
         missing = self.not_reached()
         level = logging.WARNING if missing else logging.INFO
         logger.log(level, "[MODULE-BWD] step=%d reached=%d not_reached=%d", step, len(set(self.reached)), len(missing))
@@ -59,7 +59,7 @@ class ModuleBackwardTrace:
         return missing
 
     def reset(self, step: int) -> None:
-        """Forget what was reached: call it before each step's forward."""
+        """Clear the reached modules: to be called before each step's forward."""
         self.step = step
         self.reached.clear()
 

@@ -1,8 +1,8 @@
-"""Hooks that keep the board true for any nn.Module: phase, step, module, gradients. No change to the model is needed.
+"""Hooks that update the board for any nn.Module: phase, step, module, gradients. No change to the model is needed.
 
-Only cheap ones, always on: ``nn.Module.__call__`` wrapped, one post-accumulate hook a parameter, torch.autograd.backward
-and the optimizer's own hooks. Not torch's global forward hooks: one that does nothing costs every call of a module 10 µs,
-as torch then leaves its short way, and torch.compile warns of them.
+They are cheap and always on: ``nn.Module.__call__`` wrapped, one post-accumulate hook per parameter, torch.autograd.backward
+and the optimizer's own hooks. Not torch's global forward hooks: even an empty one costs 10 µs per call of a module,
+as torch then leaves its fast path, and torch.compile warns about them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from nsa.trace.names import plain_name
 
 
 def _is_hooked(parameter: torch.Tensor, handle: RemovableHandle | None) -> bool:
-    """Return whether a hook is this parameter's. By the hook: torch refuses to swap a parameter with a weak reference."""
+    """Return whether a hook is this parameter's. Decided by the hook: torch cannot swap a parameter that has weak references."""
     hooks = parameter._post_accumulate_grad_hooks
     return handle is not None and hooks is not None and handle.hooks_dict_ref() is hooks
 
@@ -50,7 +50,7 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def _is_inside_a_step() -> bool:
-    """Return whether an optimizer's step runs around the one that begins."""
+    """Return whether the optimizer's step that begins is called by another optimizer's step."""
     frame: FrameType | None = sys._getframe()
     steps = 0
     while frame is not None:
@@ -68,16 +68,16 @@ def _parallel_kind(root: nn.Module) -> str:
 
 
 def _needs_every_gradient(model: DistributedDataParallel) -> bool:
-    """Return whether DDP waits for every parameter's gradient: it does not look for those that a step leaves without one."""
+    """Return whether DDP waits for a gradient of every parameter, because it does not look for unused parameters."""
     return not (model.find_unused_parameters or model.static_graph)
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A module that has been called: by ``id``, as a hook of every call can afford no more.
+    """A module that has been called. It is found by its ``id``, as the hook of every call must be fast.
 
-    ``of`` is the number of modules of the root that it was named in; ``is_leaf``: one of torch's own, which calls no other
-    and makes a few autograd nodes, so that its return need not be known.
+    ``of`` is the number of modules of the root in which it was named; ``is_leaf``: a module of torch that calls no other and
+    makes few autograd nodes, so that its return need not be observed.
     """
 
     module: weakref.ref[nn.Module]
@@ -99,10 +99,10 @@ _BACKWARD = Known(weakref.ref(nn.Identity()), "backward", b"", UNKNOWN)
 class Observer:
     """Installs the hooks in this process.
 
-    ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind,
-    needs_every_gradient)`` of how it is shared (ddp, fsdp or none) and of whether that needs a gradient of each parameter,
-    ``on_ddp(step, numbers)`` of DDP's own numbers now and then, ``on_anomaly(kind, step, **facts)`` of a step that
-    did not go its usual way: "forward_failed", "no_backward", "not_synchronised", "not_finite".
+    ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` with a new model's names, ``on_model(kind,
+    needs_every_gradient)`` with how it is shared (ddp, fsdp or none) and whether that needs a gradient of each parameter,
+    ``on_ddp(step, numbers)`` with DDP's own numbers at some steps, ``on_anomaly(kind, step, **facts)`` at an unusual
+    step: "forward_failed", "no_backward", "not_synchronised", "not_finite".
     """
 
     on_anomaly: Callable[..., None]
@@ -115,15 +115,15 @@ class Observer:
     on_ddp: Callable[[int, dict[str, Any]], None]
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
-    _shared: WeakSet[DistributedDataParallel]  # by DDP: roots, or inside of them
-    _reducing: WeakSet[DistributedDataParallel]  # of these, the ones of the models
+    _shared: WeakSet[DistributedDataParallel]  # DDP modules: roots, or inside of roots
+    _reducing: WeakSet[DistributedDataParallel]  # those of the models
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self._known = {}
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the parameter
-        self._calls = []  # the modules whose call has not returned, or a backward that has not
+        self._calls = []  # the modules with a call that has not returned, and a backward that has not
         self._nodes = NodeCount(board)
         self.forget()
 
@@ -133,19 +133,19 @@ class Observer:
         self.checksums = None
         self._known.clear()
         self._calls.clear()
-        self._failure = (0, "", "")  # id and text of what a forward ended with, and the module it came from
-        self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
-        self._gave_numbers = True  # whether the current step's forward returned finite ones
+        self._failure = (0, "", "")  # id and text of the exception that ended a forward, and the module that raised it
+        self._forward = ""  # state of the current step: '', running, done, failed, or backward
+        self._gave_numbers = True  # whether the current step's forward returned finite numbers
         self.parameter_names = []
         self._remove_hooks()
         self._roots = WeakSet()
         self._shared = WeakSet()
         self._reducing = WeakSet()
         self._models = WeakSet()
-        self._updating = 0  # optimizers' steps that run, one inside the other
+        self._updating = 0  # how many optimizers' steps run, one inside the other
 
     def install(self) -> None:
-        """Register everything, once a process."""
+        """Register all hooks, once per process."""
         self._wrap_calls()
         register_optimizer_step_pre_hook(outside_graphs(self._before_optimizer))
         register_optimizer_step_post_hook(outside_graphs(self._after_optimizer))
@@ -176,7 +176,7 @@ class Observer:
         watch_loads()
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._updating and not _is_inside_a_step():  # one before has raised
+        if self._updating and not _is_inside_a_step():  # an earlier step has raised
             self._updating = 0
         self._updating += 1
         if self.checksums is not None and self._updating == 1:
@@ -185,7 +185,7 @@ class Observer:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._updating -= 1
-        if self._updating > 0:  # an optimizer that is made of others has more to do
+        if self._updating > 0:  # an outer optimizer's step still runs
             return
         self._updating = 0
         self._phase("body")
@@ -193,7 +193,7 @@ class Observer:
             self.checksums.after_update(self.board.count("step"), optimizer)
 
     def _note_loss(self, tensors: Any) -> None:
-        """Before a backward: is the loss a number, and will DDP reduce? A loss on a GPU is not looked at: that would wait."""
+        """Report, before a backward, a loss that is not finite (on a CPU: no synchronisation), and that DDP will not reduce."""
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         step = self.board.count("step")
         if not is_finite(loss) and loss.numel() == 1:
@@ -202,7 +202,7 @@ class Observer:
             self.on_anomaly("not_synchronised", step)
 
     def _end_step(self) -> None:
-        """Another forward begins, or the test is over: what became of the last step?"""
+        """Report a step without backward, when the next forward begins or the test ends."""
         if self._forward == "done":
             self.on_anomaly("no_backward", self.board.count("step"), finite=self._gave_numbers)
         self._forward, self._failure = "", (0, "", "")
@@ -210,7 +210,7 @@ class Observer:
     def _phase(self, name: str) -> None:
         self.board.phase(name)
         place = call_site()
-        if place:  # so that the line of a rank that is killed is known without waiting for the next beat
+        if place:  # so that a killed rank's line is known even if no beat followed
             text = self.board.padded(place, "line")
             self.board.put("line", text)
             self.board.put("phase_line", text)
@@ -218,12 +218,12 @@ class Observer:
         self.on_change()
 
     def end(self) -> None:
-        """The last step's anomalies."""
+        """Report the last step's anomalies."""
         self._end_step()
 
     def _wrap_calls(self) -> None:
         call, is_compiling, get_ident = nn.Module.__call__, torch.compiler.is_dynamo_compiling, threading.get_ident
-        # What torch's __call__ does is done here at once, as each frame of Python costs; not what a user has put in its place.
+        # Does directly what torch's __call__ does, to save a frame; unless a user has replaced it.
         is_torch_s = call is getattr(nn.Module, "_wrapped_call_impl", None)
         main = threading.main_thread().ident  # a fork of the main thread keeps it
         board, calls, known_modules, observe_tree = self.board, self._calls, self._known, self._call_with_children
@@ -231,10 +231,10 @@ class Observer:
         @functools.wraps(call)
         def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            # What is traced into a graph would be recorded once, for ever; nor can it call what follows.
+            # In a graph, the call would be recorded only once, at compile time, and the code below cannot be traced.
             if is_compiling():
                 return call(module, *args, **kwargs)
-            # Other threads' calls are not the main thread's, except for autograd's, while it is in a backward.
+            # Calls of other threads are not observed, except those of autograd's threads during a backward.
             if get_ident() != main and not (calls and calls[0] is _BACKWARD):
                 return call(module, *args, **kwargs)
             run = (module._compiled_call_impl or module._call_impl) if is_torch_s else functools.partial(call, module)
@@ -253,12 +253,12 @@ class Observer:
     def _call_with_children(
         self, module: nn.Module, known: Known | None, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a module that calls others, or the outermost one of all; count its autograd nodes."""
+        """Call a module that calls others, or the outermost module; count its autograd nodes."""
         __tracebackhide__ = True
         calls, nodes = self._calls, self._nodes
         is_root = not calls
         if is_root:
-            self._failure = (0, "", "")  # the number of an error that has gone may be another's
+            self._failure = (0, "", "")  # the id of a freed exception may be reused
             self._before_root(module)
             known = self._known.get(id(module))
         known = known or self._learn(module, type(module).__name__, UNKNOWN)
@@ -271,7 +271,7 @@ class Observer:
             output = run(*args, **kwargs)
         except BaseException as error:
             self._failed(error, known.name)
-            if calls:  # a test that ended in here has emptied them
+            if calls:  # empty if a test ended inside the call
                 calls.pop()
             if is_root:
                 self._after_root(module, None, error)
@@ -289,13 +289,13 @@ class Observer:
         if module not in self._roots:
             try:
                 self._adopt(module)
-            except Exception as error:  # a model that is unlike all that we know shall run all the same
+            except Exception as error:  # an unusual model must run all the same
                 logger.warning(
                     "the module %s is not traced: %s: %s", type(module).__name__, type(error).__name__, error
                 )
         if self.checksums is not None and module.training and torch.is_grad_enabled():
             self.checksums.called(module)
-        if self._is_model(module):  # a loss module, for example, is a root too, and not a phase
+        if self._is_model(module):  # a loss module, for example, is a root too, but no forward
             if module.training and torch.is_grad_enabled():
                 self._end_step()
                 self._read_ddp(module)
@@ -329,7 +329,7 @@ class Observer:
         if self._forward == "running":
             self._forward = "done" if error is None else "failed"
             self._gave_numbers = is_finite(output)
-            if error is not None:  # at once: who swallows it may wait for ever in what comes next
+            if error is not None:  # at once: a program that swallows the exception may hang in its next call
                 _, text, name = self._failure
                 self.on_anomaly("forward_failed", self.board.count("step"), error=text, module=name)
 
@@ -337,12 +337,12 @@ class Observer:
         return module in self._models
 
     def _adopt(self, root: nn.Module) -> None:
-        """A module that is called from outside any other: learn its names, count its gradients."""
+        """Learn the names of a module that is called from outside any other, and hook its gradients."""
         self._roots.add(root)
         modules = list(root.named_modules())
         for place, (name, module) in enumerate(modules):
             known = self._known.get(id(module))
-            # A part that is called by itself keeps the name that it has in the whole.
+            # A submodule that is called by itself keeps its name in the larger model.
             if known is None or known.module() is not module or known.of <= len(modules):
                 self._learn(module, plain_name(name) or type(module).__name__, place, len(modules))
         shared = ddp_models_in(root)
@@ -363,7 +363,7 @@ class Observer:
             self._remove_hooks()
         self._models.add(root)
         self._reducing.update(shared)
-        # FSDP1 gathers gradients in its own parameter: those that have names get none that a hook would see.
+        # FSDP1 gathers gradients in a flat parameter: hooks on the named parameters would not be called.
         if any(getattr(m, "_use_orig_params", False) for _, m in modules):
             trained = []
         self.board.number("gradients_expected", len(trained))
@@ -371,7 +371,7 @@ class Observer:
             self.parameter_names = names
             self.on_names(names, [plain_name(n) for n, _ in modules])
         for index, (name, parameter) in enumerate(trained):
-            # The model inside DDP, called by itself, has the same parameters.
+            # A model inside DDP that is called by itself has the same parameters.
             if not _is_hooked(parameter, self._hooks.get(id(parameter))):
                 handle = parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
                 self._hooks[id(parameter)] = handle

@@ -1,4 +1,4 @@
-"""Secrets in what is written: masked by the name of a variable or option, and by the form of a value. Both programs use it."""
+"""Mask secrets in written texts, by the name of a variable or option, and by the form of a value. Both packages use it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _WORDS = (
     r"(?:API|ACCESS|PRIVATE|AUTH)?[_-]?"
     r"(?:TOKEN|SECRET|KEY|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|AUTHORIZATION|COOKIE)S?"
 )
-# A word of the name, so that TOKENIZERS_PARALLELISM and MONKEY are none.
+# Whole words of the name: TOKENIZERS_PARALLELISM and MONKEY do not match.
 _NAME = re.compile(rf"(?:^|[_-]){_WORDS}(?:$|[_-])", re.IGNORECASE)
 _OPTION = re.compile(rf"--?[\w-]*?(?:^|[_-]){_WORDS}$", re.IGNORECASE)
 _VALUES = re.compile(
     r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16}|gh[opsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
     r"|xox[abprs]-[\w-]{10,}|(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
-_NEW = rf"(?!{re.escape(MASK)})"  # what is masked already stays, with what follows it
+_NEW = rf"(?!{re.escape(MASK)})"  # does not match what is masked already
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(\w://)[^/\s@]+@"), rf"\1{MASK}@"),  # user:password@host
     (re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
@@ -28,7 +28,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
         rf"\1{MASK}",
     ),
     (re.compile(rf"((?<![\w-])--[\w-]*{_WORDS}\s+){_NEW}[^\s-]\S*", re.IGNORECASE), rf"\1{MASK}"),
-    # The same as a program's source has it: "--token", "value".
+    # The same in a program's source: "--token", "value".
     (re.compile(rf"([\"']--?[\w-]*{_WORDS}[\"']\s*,\s*[\"'])[^\"']+", re.IGNORECASE), rf"\1{MASK}"),
     (_VALUES, MASK),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL), MASK),
@@ -36,14 +36,14 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def masked(text: str) -> str:
-    """Return ``text`` without what has the form of a secret."""
+    """Return ``text`` with everything masked that has the form of a secret."""
     for form, by in _FORMS:
         text = form.sub(by, text)
     return text
 
 
 def masked_in_place(text: str) -> str:
-    """Return ``text`` with as many asterisks in the place of each value that has the form of a secret by itself."""
+    """Return ``text`` with asterisks, as many as characters, for each value that has the form of a secret by itself."""
     return _VALUES.sub(lambda match: "*" * len(match[0]), text)
 
 
@@ -55,12 +55,12 @@ _SPACE = frozenset({tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DED
 
 
 def masked_source(text: str) -> str:
-    """Return a function of Python without secrets, in as many lines, and one that parses as before: in its strings and comments
-    what has the form of a secret is masked, and whole strings that are given to such a name, as in ``password="..."``.
+    """Return a Python function with secrets masked: texts in strings and comments that have the form of a secret, and whole strings
+    that are assigned to such a name, as in ``password="..."``. It keeps its number of lines, and still parses.
     """
     try:
         tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _SPACE]
-    except (tokenize.TokenError, SyntaxError):  # cut off, or of another version of Python
+    except (tokenize.TokenError, SyntaxError):  # cut off, or for another version of Python
         return "".join(masked(line) for line in text.splitlines(keepends=True))
     lines = text.splitlines(keepends=True)
     for number, token in reversed([*enumerate(tokens)]):
@@ -78,7 +78,7 @@ def masked_source(text: str) -> str:
 
 
 def _is_given_to_a_secret(before: list[tokenize.TokenInfo]) -> bool:
-    """Return whether two tokens are the name of a secret and what gives it a value, or an option and the comma behind it."""
+    """Return whether two tokens are the name of a secret and an assignment, or an option and the comma after it."""
     if len(before) < 2:
         return False
     name, mark = before[0].string.strip("\"'"), before[1].string
@@ -98,7 +98,7 @@ def _masked_literal(literal: str, is_secret: bool) -> str:
 
 
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
-    """Return a command's arguments, those masked that come after an option such as ``--token``, too."""
+    """Return a command's arguments with secrets masked, also those after an option such as ``--token``."""
     found: list[str] = []
     follows = False
     for argument in arguments:
@@ -108,5 +108,5 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def masked_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables of the environment; one whose name speaks of a secret has none of its value."""
+    """Return variables of the environment with secrets masked; the whole value if the name is that of a secret."""
     return {name: MASK if _NAME.search(name) else masked(value) for name, value in variables.items()}

@@ -24,7 +24,7 @@ _current: TraceSession | None = None
 
 
 def is_light() -> bool:
-    """Return whether modules, gradients and phases have no trace: collectives and heartbeat alone. ValueError for another level."""
+    """Return whether modules, gradients and phases are not traced, only collectives and heartbeat. ValueError for another level."""
     level = os.environ.get(LEVEL) or "full"
     if level not in LEVELS:
         raise ValueError(f"{LEVEL}={level!r}: must be full or light")
@@ -50,8 +50,8 @@ class TraceSession:
         os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:
-        """A fork, such as a data loader's worker, writes on no board; a rank begins on its own."""
-        if not self._has_begun:  # the zygote's: private memory is the child's own, and nothing is to be forgotten
+        """Detach a fork, such as a data loader's worker, from the board; a forked rank begins a new one."""
+        if not self._has_begun:  # a fork of the zygote: its board is private memory already
             return
         self.recorder.stores.forget()
         self.observer.forget()
@@ -68,9 +68,9 @@ class TraceSession:
         *,
         checksums: bool = False,
     ) -> None:
-        """Leave ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too).
+        """Write ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: ``folder``).
 
-        With ``checksums`` also those of what DDP keeps equal on all ranks; ValueError where the level lacks what they need.
+        With ``checksums``, also those of what DDP keeps equal on all ranks. Raises ValueError if the level is light.
         """
         if checksums and self.is_light:
             raise ValueError(f"check_divergence needs what {LEVEL}=light does not record: unset it")
@@ -97,9 +97,9 @@ class TraceSession:
         self.heartbeat.start()
 
     def end(self, settle_s: float = 0.0) -> None:
-        """The last heartbeat; what comes after is not recorded as a phase.
+        """End the trace, with a last heartbeat.
 
-        Collectives without a wait get ``settle_s`` seconds to be seen to complete.
+        Collectives that the program does not wait for get ``settle_s`` seconds to complete.
         """
         self.observer.end()
         forget_thread_errors()

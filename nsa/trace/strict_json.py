@@ -1,4 +1,4 @@
-"""JSON that every reader takes. Python writes NaN and Infinity, which are not JSON: jq and JSON.parse refuse the whole line."""
+"""Strict JSON. Python writes NaN and Infinity, which are not JSON: jq and JSON.parse reject the whole line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def to_json(value: Any, *, indent: int | None = None, as_text: bool = False) -> 
     """Return ``value`` as JSON, on one line or indented. NaN and infinities are null; if ``as_text``, 'nan', 'inf' and '-inf'."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:  # one of them is in it
+    except ValueError:  # a NaN or an infinity
         return json.dumps(_without_nan(value, as_text), indent=indent, allow_nan=False)
 
 

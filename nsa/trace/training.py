@@ -31,14 +31,14 @@ from nsa.trace.session import installed
 from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
-TERMINATED = "terminated.txt"  # the stacks where SIGTERM came, from outside: torchrun's after the death of another rank
+TERMINATED = "terminated.txt"  # the stacks at SIGTERM, such as torchrun's after the death of another rank
 LONGEST = 1 << 16  # characters of a folder's first line that are read
-MAX_ANOMALIES = 2000  # of steps that did not go their usual way
-MAX_ORDERS = 100  # of steps, the first, whose gradients' order is compared between ranks
+MAX_ANOMALIES = 2000  # unusual steps that are recorded
+MAX_ORDERS = 100  # the first steps, of which the gradients' order is recorded
 
 
 class TracedTraining:
-    """The evidence of a rank's training, from now until `end`, or until the process ends: well, or with an exception."""
+    """The evidence of a rank's training, from now until `end`, or until the process ends, with or without an exception."""
 
     def __init__(self, run: Path, rank: int, world_size: int, label: str) -> None:
         run.mkdir(mode=0o755, parents=True, exist_ok=True)  # under a umask of 000, too
@@ -48,7 +48,7 @@ class TracedTraining:
         if self.folder.is_symlink():
             raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
         _refuse_another_s(self.folder)
-        # Of a run before this one.
+        # Files of an earlier run.
         for old in ("events.jsonl", "stall.json", "standing.json", "stacks.txt", FATAL, TERMINATED):
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
@@ -77,7 +77,7 @@ class TracedTraining:
         hook(kind, error, traceback)
 
     def _exiting(self, *status: Any) -> NoReturn:
-        """Keep where sys.exit was called with a status: at the process's end nothing shows it."""
+        """Remember where sys.exit was called with a status: at the process's end this is no longer known."""
         try:
             self._before[0](*status)
         except SystemExit as error:
@@ -87,7 +87,7 @@ class TracedTraining:
             raise
 
     def _leaving(self, status: int) -> NoReturn:
-        """End before os._exit of the main thread, which calls no handler."""
+        """Call `end` before os._exit of the main thread, which calls no handler."""
         try:
             if threading.current_thread() is threading.main_thread():
                 self.end_with(SystemExit(status).with_traceback(_traceback_of(sys._getframe(1))))
@@ -96,23 +96,23 @@ class TracedTraining:
 
     def _at_exit(self) -> None:
         error, traceback, moves = self._exits or (None, None, ())
-        # Where the rank has gone on since, the program has caught it.
+        # If the rank has made progress since, the program has caught the SystemExit.
         self.end_with(error.with_traceback(traceback) if error is not None and moves == self.board.moves else None)
 
     def end_with(self, error: BaseException | None) -> None:
-        """`end`, where what ended the process may be an exit: well, with a status, or after an exception."""
+        """Call `end` with the exception that ended the process; for a SystemExit, with None if its status is 0, else its cause."""
         if isinstance(error, SystemExit):
             error = None if error.code in (0, None) else error.__context__ or error
         self.end(error)
 
     def end(self, error: BaseException | None = None, *, passed: bool = True) -> None:
-        """The last heartbeat, and what it ended with: None where all is well. Only the first call counts, and no child's.
+        """End the trace: record ``error`` (None: no exception) and a last heartbeat. Later calls, and calls in a child, are no-ops.
 
-        ``passed``: False where it has failed without its own exception.
+        ``passed``: False if the training failed without an exception of this rank.
         """
         if self._ended or os.getpid() != self._pid:
             return
-        if error is not None:  # before all else: a signal's handler may raise in here, and that is written as well
+        if error is not None:  # first: a signal handler may raise during this call, and then `end` records that, too
             record_exception(self.folder, error, "call")
         self._ended = True
         sys.excepthook = self._hook
@@ -124,29 +124,29 @@ class TracedTraining:
         if self._fatal is not None:
             faulthandler.disable()
             self._fatal.close()
-            (self.folder / FATAL).unlink(missing_ok=True)  # it is empty, as the process has come here
+            (self.folder / FATAL).unlink(missing_ok=True)  # it is empty: no fatal signal has ended the process
         if self._terminated is not None:
             _forget_sigterm()
             self._terminated.close()
 
     def parameters_missing(self) -> list[str]:
-        """Return the parameters whose gradient has not arrived in the backward that runs; none in another phase."""
+        """Return the parameters without a gradient in the backward that runs; [] in another phase."""
         if self.board.phase_name != "backward":
             return []
         names = self.session.observer.parameter_names
         return [name for index, name in enumerate(names) if not self.board.has_arrived(index)]
 
 
-current: TracedTraining | None = None  # this process's, or its parent's that it was forked from
+current: TracedTraining | None = None  # of this process, or inherited by a fork
 
 
 def _refuse_another_s(folder: Path) -> None:
-    """FileExistsError where a process that runs has a rank's folder: that of another job, or of one that started this one."""
+    """Raise FileExistsError if a live process uses a rank's folder: a rank of another job, or one that started this process."""
     try:
         with open(folder / "events.jsonl", encoding="utf-8") as events:
             pid = int(json.loads(events.readline(LONGEST))["pid"])
         is_in_use = pid != os.getpid() and str(folder / "board.bin") in Path(f"/proc/{pid}/maps").read_text()
-    except (OSError, ValueError, IndexError, TypeError, KeyError):  # none, or not one of ours
+    except (OSError, ValueError, IndexError, TypeError, KeyError):  # no such file, or not a rank's
         return
     if is_in_use:
         in_use = (
@@ -156,7 +156,7 @@ def _refuse_another_s(folder: Path) -> None:
 
 
 def _traceback_of(frame: FrameType | None) -> TracebackType | None:
-    """Return a traceback that leads to where ``frame`` is."""
+    """Return a traceback that ends at the present line of ``frame``."""
     found = None
     while frame is not None:
         found = TracebackType(found, frame, frame.f_lasti, frame.f_lineno)
@@ -165,7 +165,7 @@ def _traceback_of(frame: FrameType | None) -> TracebackType | None:
 
 
 def _dump_at_sigterm(path: Path) -> TextIO | None:
-    """Have all stacks written to ``path`` where SIGTERM comes, then what it does without; None where the program handles it."""
+    """Write all stacks to ``path`` at SIGTERM, before its default action. Return the file; None if the program handles SIGTERM."""
     if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return None
     file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
@@ -175,14 +175,14 @@ def _dump_at_sigterm(path: Path) -> TextIO | None:
 
 
 def _forget_sigterm() -> None:
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # else it is the program's since
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # else the program has set a handler since
         faulthandler.unregister(signal.SIGTERM)
 
 
 def _dump_fatal_errors(path: Path) -> TextIO | None:
-    """Have the stacks of all threads written to ``path`` where a signal such as SIGABRT ends the process.
+    """Write the stacks of all threads to ``path`` when a signal such as SIGABRT ends the process.
 
-    Returns the file, None where the program has chosen another one.
+    Return the file; None if the program has enabled faulthandler itself.
     """
     if faulthandler.is_enabled():
         return None
@@ -190,14 +190,14 @@ def _dump_fatal_errors(path: Path) -> TextIO | None:
     faulthandler.enable(file, all_threads=True)
     os.register_at_fork(
         after_in_child=lambda: None if file.closed else faulthandler.disable()
-    )  # its death is not the rank's
+    )  # a child's death is not the rank's
     return file
 
 
 def trace_training(
     folder: str | os.PathLike[str], rank: int | None = None, world_size: int | None = None, label: str = ""
 ) -> TracedTraining:
-    """Leave ``rank{r}/`` with board and events, and heartbeats, in ``folder``.
+    """Write ``rank{r}/`` with board and events, and the heartbeats, into ``folder``.
 
     ``rank`` and ``world_size`` default to torchrun's variables RANK and WORLD_SIZE, else to one rank.
     """
@@ -207,8 +207,8 @@ def trace_training(
 
 
 def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
-    """Into ``events.jsonl``: names and parallelism of the models that are called, steps that went otherwise, and what a requested
-    trace finds of gradients: which are missing, where these are others than in the step before, and the order in which they came.
+    """Record in ``events.jsonl``: names and parallelism of the models that are called; unusual steps; and, if gradients are traced,
+    the missing ones when they differ from those of the step before, and the order in which gradients became ready.
     """
     anomalies, reports, backwards = itertools.count(), itertools.count(), itertools.count()
     last_missing: list[str] = []
@@ -238,7 +238,7 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
 
 
 def _describe(run: Path, world_size: int) -> None:
-    """The run as a job, as the readers of test folders expect it."""
+    """Write job.json for the run, in the form that the readers of test folders expect."""
     job = {
         "schema": SCHEMA,
         "nodeid": " ".join(masked_arguments(sys.argv)) or "training", "folder": str(run), "root": os.getcwd(),

@@ -1,8 +1,8 @@
-"""Checkpoints: everything a run needs to go on, by torch.distributed.checkpoint: each rank writes its share.
+"""Checkpoints: everything a run needs to continue, by torch.distributed.checkpoint: each rank writes its share.
 
-``checkpoints/step_00000003/`` is written as ``step_00000003.partial`` and renamed when whole, then ``latest`` is made to name
-it: a rank that is killed at any moment leaves a whole one behind. Its ``checkpoint.json`` lists what is in it, with the size
-and CRC-32 of each file. It can be loaded by another number of ranks, and under another way to share the model.
+``checkpoints/step_00000003/`` is written as ``step_00000003.partial``, renamed when it is complete, and then named in ``latest``:
+a rank that is killed at any moment leaves a complete checkpoint. Its ``checkpoint.json`` lists the content, with the size
+and CRC-32 of each file. It can be loaded with another number of ranks, and another way to share the model.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from nsa.training.saved import (
 
 
 class Checkpointer:
-    """Saves into ``folder``; made by all ranks together, and each call is a collective of theirs.
+    """Saves into ``folder``. Its creation and each of its calls are collectives of all ranks.
 
     ``asynchronous``: `save` returns once the state is copied to host memory; when `is_written` is true on all ranks, they
-    call `finish`. ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank, with the same reason; a save
-    that failed leaves those before it as they were.
+    call `finish`. ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank, with the same reason; a failed
+    save leaves earlier checkpoints unchanged.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Checkpointer:
         self.folder, self.config, self.rank, self.world_size = folder, config, rank, world_size
         self.on_saved, self.on_failed = on_saved, on_failed
         self._running: tuple[Future[Any], Path, Description] | None = None
-        # Its own group: the writing thread's collectives must not mix with those of the training; and on CPU, as dcp's are.
+        # A separate group: the writing thread's collectives must not mix with the training's. On gloo: dcp uses the CPU.
         needs_gloo = dist.is_initialized() and (config.checkpoint.asynchronous or dist.get_backend() != "gloo")
         self._group = dist.new_group(backend="gloo") if needs_gloo else None
         if rank == 0:
@@ -76,7 +76,7 @@ class Checkpointer:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, finite: bool = True
     ) -> None:
-        """Write the state after ``step``, of which ``finite`` is kept. A save that still runs is waited for first."""
+        """Write the state after ``step``. Waits first for a save that still runs. ``finite``: whether the step's figures were."""
         self.finish()
         partial = self.folder / f"step_{step:08d}.partial"
         weights, moments = get_state_dict(model, optimizer)
@@ -101,11 +101,11 @@ class Checkpointer:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has nothing more to do for a save that runs; False when none does."""
+        """Whether this rank has completed its part of a running save; False without a running save."""
         return self._running is not None and self._running[0].done()
 
     def finish(self) -> None:
-        """Wait for a save that runs, and name it, or report its failure."""
+        """Wait for a running save, and rename the checkpoint, or report the failure."""
         if self._running is None:
             return
         running, partial, description = self._running
@@ -117,7 +117,7 @@ class Checkpointer:
         self._end(partial, description, reason)
 
     def _end(self, partial: Path, description: Description, reason: str) -> None:
-        """All ranks have written, or know that one could not; rank 0 names what is whole, and all ranks receive the outcome."""
+        """Let rank 0 rename a complete checkpoint, and inform all ranks of the outcome. Called once all have written or failed."""
         target = partial.with_suffix("")
         if self.rank == 0 and not reason:
             try:
@@ -138,13 +138,13 @@ class Checkpointer:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
         write_atomically(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n", synced=True)
-        # A run that went on from an earlier step comes here again. To delete the older one takes time: it goes last.
+        # A run that was resumed from an earlier step reaches this step again. Deleting the older checkpoint takes time: it comes last.
         replaced = _set_aside(target) if target.exists() else None
         partial.rename(target)
         write_atomically(self.folder / "latest", target.name + "\n", follow=True, synced=True)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
-        # Those of later steps are another run's, or will be written again.
+        # Checkpoints of later steps are another run's, or will be written again.
         saved = [path for path in saved_in(self.folder) if path <= target]
         last_finite = next((path for path in reversed(saved) if is_finite(path)), None)
         for old in saved[: -self.config.checkpoint.keep]:
@@ -160,14 +160,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _why_not_saved(error: BaseException, folder: Path) -> str:
-    """Return the reason; where torch's writer failed, what the disk refuses."""
+    """Return the reason; if torch's writer failed, the system's error for a write to this disk."""
     text = _reason(error)
     # On a full disk torch's writer reports its own position ("unexpected pos 704 vs 598"), and not the system's message.
     return (_what_the_disk_refuses(folder) if "inline_container" in text else "") or text
 
 
 def _what_the_disk_refuses(folder: Path) -> str:
-    """Return the system's words where a further MiB in ``folder`` cannot be written, as 'No space left on device'; else ''."""
+    """Return the system's error, such as 'No space left on device', if a further MiB cannot be written to ``folder``; else ''."""
     probe = folder / "room"
     try:
         probe.write_bytes(bytes(1 << 20))
@@ -179,7 +179,7 @@ def _what_the_disk_refuses(folder: Path) -> str:
 
 
 def load_model(path: Path) -> tuple[nn.Module, Description]:
-    """Return the model of a checkpoint (a step_* folder) on the CPU, and what else is in it. ConfigError for a damaged one."""
+    """Return the model of a checkpoint (a step_* folder) on the CPU, and its description. Raises ConfigError if it is damaged."""
     from nsa.model.transformer import build_model
 
     refuse_damaged(path)
@@ -194,7 +194,7 @@ def load_model(path: Path) -> tuple[nn.Module, Description]:
 
 
 def _metadata(path: Path) -> Metadata:
-    """Return what its shards hold. ConfigError for what cannot be unpickled, or would run code."""
+    """Return the metadata of the shards. Raises ConfigError if it cannot be unpickled, or would run code."""
     try:
         return SafeReader(path).read_metadata()
     except (pickle.UnpicklingError, OSError) as error:
@@ -202,7 +202,7 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _check_shapes(path: Path, shape: ModelConfig) -> None:
-    """ConfigError where a checkpoint's shards do not hold a model of this shape: it is not built, however large it claims to be."""
+    """Raise ConfigError if a checkpoint's shards hold no model of this shape, before the model, which may be large, is built."""
     from nsa.model.transformer import build_model
 
     saved = {name: entry for name, entry in _metadata(path).state_dict_metadata.items() if name.startswith("model.")}
@@ -228,19 +228,19 @@ def _check_shapes(path: Path, shape: ModelConfig) -> None:
 
 
 def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Restore model, optimizer and this rank's random state; a collective. ConfigError for a model of another shape."""
+    """Restore model, optimizer and this rank's random state; a collective. Raises ConfigError for a model of another shape."""
     refuse_another_model(path, config)
     weights, moments = get_state_dict(model, optimizer)
-    # How it computes is this trainer's, whatever wrote the checkpoint: fused on a GPU, for example.
+    # The optimizer's implementation (fused on a GPU, for example) stays this trainer's, and is not the checkpoint's.
     ways = [{way: group.get(way) for way in ("fused", "foreach", "capturable")} for group in moments["param_groups"]]
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     saved = _metadata(path).state_dict_metadata
     has_moments = any(name.startswith("optimizer.state.") for name in saved)
-    if not has_moments:  # no step before it made an update: drop the state that `get_state_dict` has made
+    if not has_moments:  # no update was made before the checkpoint: drop the state that `get_state_dict` has made
         del state["optimizer"]
         optimizer.state.clear()
     random = {name: value for name, value in _random_state(rank).items() if f"random.{name}" in saved}
-    if random:  # ranks beyond those that saved have none
+    if random:  # ranks that did not exist when it was saved have none
         state["random"] = random
     read(path, state)
     if has_moments:
@@ -253,7 +253,7 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
 
 
 def read(path: Path, state: dict[str, Any]) -> None:
-    """Fill ``state`` from the shards, in place; a collective. ConfigError where they do not hold it."""
+    """Fill ``state`` from the shards, in place; a collective. Raises ConfigError if they lack a part of it."""
     _be_quiet_about_one_process()
     try:
         dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner())
@@ -263,7 +263,7 @@ def read(path: Path, state: dict[str, Any]) -> None:
 
 
 def _be_quiet_about_one_process() -> None:
-    """Torch warns of every save and load of a process that is alone."""
+    """Ignore torch's warning at every save and load of a single process."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -282,7 +282,7 @@ def _restore_random_state(rank: int, state: dict[str, torch.Tensor]) -> None:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Rename what is to be deleted, as half of a checkpoint must not look like one; return its new name."""
+    """Rename a checkpoint that is to be deleted, as half of one must not look whole. Return its new name."""
     doomed = folder.with_suffix(".removed")
     shutil.rmtree(doomed, ignore_errors=True)
     return folder.rename(doomed)

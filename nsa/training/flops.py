@@ -12,7 +12,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 def keys_seen(m: ModelConfig, seq_len: int) -> float:
-    """Keys that a query of a sequence of ``seq_len`` tokens attends to on average, all branches together."""
+    """Return how many keys a query of a sequence of ``seq_len`` tokens attends to on average, in all branches together."""
     if m.attention == "dense":
         return (seq_len + 1) / 2
     t = torch.arange(1, seq_len + 1, dtype=torch.float64)  # tokens up to and with the query
@@ -22,16 +22,16 @@ def keys_seen(m: ModelConfig, seq_len: int) -> float:
 
 
 def flops_per_token(module: nn.Module, m: ModelConfig, seq_len: int) -> float:
-    """Forward and backward of one token: 6 a weight of a matrix product, and 6 (d_k + d_v) a head and key seen.
+    """Return the FLOP of forward and backward per token: 6 per weight of a matrix product, 6 (d_k + d_v) per head and key.
 
-    Recomputation under checkpointing is not counted: it is the same model.
+    Recomputation under gradient checkpointing is not counted.
     """
     weights = sum(p.numel() for name, p in module.named_parameters() if p.ndim > 1 and "embed" not in name)
     return 6.0 * weights + 6.0 * m.n_layers * m.n_heads * (m.d_k + m.d_v) * keys_seen(m, seq_len)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of one device in bf16; None where it is not known."""
+    """Return the peak of one device in bf16, in FLOP/s; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -14,7 +14,7 @@ from nsa.training.trainer import StepResult
 
 
 class Metrics:
-    """Of rank 0. Every line is flushed, so that a run that is killed loses at most the one in hand."""
+    """The metrics of a run, on rank 0. Every line is flushed, so that a killed run loses at most its current line."""
 
     def __init__(self, folder: Path, config: Config, ranks: RankInfo, flops_per_token: float) -> None:
         self.config = config
@@ -23,12 +23,12 @@ class Metrics:
         self._peak = None if peak is None else peak * ranks.world_size
         self._file = (folder / "metrics.jsonl").open("a+", encoding="utf-8", buffering=1)
         self._file.seek(max(0, self._file.tell() - 1))
-        if self._file.read() not in ("", "\n"):  # a line that its writer was killed in
+        if self._file.read() not in ("", "\n"):  # an incomplete line: its writer was killed
             self._file.write("\n")
         self._board = _open_tensorboard(folder / "tensorboard") if config.trace.tensorboard else None
 
     def add(self, result: StepResult) -> str:
-        """Write a step; returns the line for the terminal."""
+        """Write a step; return the line for the terminal."""
         rate = result.tokens / max(result.seconds, 1e-9)
         mfu = None if self._peak is None else rate * self._flops / self._peak
         fields = {
@@ -49,7 +49,7 @@ class Metrics:
         )
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the file and TensorBoard."""
         self._file.close()
         if self._board is not None:
             self._board.close()

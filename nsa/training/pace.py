@@ -1,4 +1,4 @@
-"""Which steps a long run prints, and how long it has to go; at its end the loss as a line of blocks."""
+"""Which steps a long run prints, and the time that is left; at its end the loss as a line of blocks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 FIRST = 20  # steps of a process that are all printed
 EVERY_S = 5.0  # seconds between later ones
-WARM_UP = 3  # steps that compile and fill caches: not of the pace
+WARM_UP = 3  # steps that compile and fill caches, and do not count for the pace
 WIDTH = 50
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Pace:
-    """Of one process, from the step after ``done`` to ``steps``."""
+    """The pace of one process, from the step after ``done`` to ``steps``."""
 
     def __init__(self, done: int, steps: int) -> None:
         self.done, self.steps = done, steps
@@ -39,7 +39,7 @@ class Pace:
         return True
 
     def left(self, step: int, now: float | None = None) -> str:
-        """', 1:04:10 left' by the clock, evaluations and checkpoints included; '' while that is not known."""
+        """Return ', 1:04:10 left', by the time per step with evaluations and checkpoints; '' while it is unknown."""
         now = time.monotonic() if now is None else now
         if self._from is None or step <= self._from[0] or step - self.done <= FIRST or step >= self.steps:
             return ""
@@ -48,15 +48,15 @@ class Pace:
 
 
 def progress_bar(done: int, steps: int) -> tqdm[NoReturn]:
-    """Return a bar on stdout with the steps made, the pace and the time left; it starts no thread."""
+    """Return a bar on stdout with the completed steps, the pace and the time left; it starts no thread."""
     from tqdm import tqdm
 
-    tqdm.monitor_interval = 0  # its thread would look like one of the program's that hangs
+    tqdm.monitor_interval = 0  # its thread would look like a thread of the program that hangs
     return tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, file=sys.stdout)
 
 
 def curve(losses: Sequence[float]) -> str:
-    """'loss 5.550 █▆▄▃▂▁ 2.410': means of equal parts, the largest as a full block; '' for fewer than ten steps."""
+    """Return 'loss 5.550 █▆▄▃▂▁ 2.410': means of equal parts, the largest as a full block; '' for fewer than ten steps."""
     finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")]
     if len(finite) < 10:
         return ""

@@ -24,7 +24,7 @@ FSDP_BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Who this process is. Alone: rank 0 of 1, no group."""
+    """Rank, world size and device of this process. A single process is rank 0 of 1, without a group."""
 
     rank: int = 0
     world_size: int = 1
@@ -32,7 +32,7 @@ class RankInfo:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """Return ``auto``, ``cpu`` or ``cuda``; ranks beyond the GPUs share them in turn. ConfigError when there is no GPU."""
+    """Return the device for 'auto', 'cpu' or 'cuda'; if there are more ranks than GPUs, they share them. Raises ConfigError."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU; use --device cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def choose_backend(wanted: str, device: torch.device, world_size: int) -> str:
-    """NCCL where each rank has its own GPU, else gloo (which takes CUDA tensors too)."""
+    """Return 'nccl' if each rank has a GPU to itself, else 'gloo' (which takes CUDA tensors too). Raises ConfigError."""
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError("TORCH_BACKEND=nccl: needs GPUs, and the device is cpu; use gloo")
     if wanted != "auto":
@@ -51,9 +51,9 @@ def choose_backend(wanted: str, device: torch.device, world_size: int) -> str:
 
 
 def wait_for_name(seconds: float) -> None:
-    """Wait until the name of the host where ranks meet resolves: where nodes start together, it may come after them.
+    """Wait until the name of the host where ranks meet resolves: if nodes start together, this may take a while.
 
-    Raises ConfigError when it does not within ``seconds``.
+    Raises ConfigError if it does not resolve within ``seconds``.
     """
     name, deadline = os.environ.get("MASTER_ADDR", ""), time.monotonic() + seconds
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # torchrun has resolved it
@@ -72,13 +72,13 @@ def join_group(backend: str, timeout_s: float = 1800.0, name_s: float = 60.0) ->
     """
     lowered = lower_detail(backend)
     if lowered:
-        dist.set_debug_level(dist.DebugLevel.INFO)  # torch read the variable as it was imported
+        dist.set_debug_level(dist.DebugLevel.INFO)  # torch has read the variable at its import
         if os.environ.get("RANK", "0") == "0":
             print(f"[train] {lowered}; this run uses INFO instead", file=sys.stderr, flush=True)
     wait_for_name(name_s)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # of any backend, and of the store
+    except RuntimeError as error:  # raised by any backend, or by the store
         network = unusable_network(str(error))
         if not network:
             raise
@@ -86,7 +86,7 @@ def join_group(backend: str, timeout_s: float = 1800.0, name_s: float = 60.0) ->
 
 
 def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
-    """Return ``module`` on all ranks as ``options.mode`` requests; every rank calls this. bf16: FSDP's mixed precision."""
+    """Return ``module``, shared as ``options.mode`` requests; a collective. ``bf16``: FSDP's mixed precision."""
     if options.mode == "ddp":
         return wrap_ddp(module, options, device)
     if options.mode == "fsdp":
@@ -99,12 +99,12 @@ def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, b
 
 
 def file_mark(mode: str) -> str:
-    """Return what the names of a run's statistics and memory dumps have under FSDP: k_stats_fsdp.csv, mem_fsdp_step1_rank0.json."""
+    """Return '_fsdp' under FSDP, for the names of statistics and memory dumps: k_stats_fsdp.csv, mem_fsdp_step1_rank0.json."""
     return "_fsdp" if mode == "fsdp" else ""
 
 
 def describe_dtypes(mode: str, *, bf16: bool) -> dict[str, str]:
-    """Return in which dtype a step computes, and in which ranks reduce gradients: what the dtypes of parameters do not show."""
+    """Return the dtypes in which a step computes and ranks reduce gradients, which the parameters' dtypes do not show."""
     if bf16 and mode == "fsdp":
         compute, reduction = (str(FSDP_BF16[name]) for name in ("param_dtype", "reduce_dtype"))
         return {"compute": f"{compute} (FSDP casts the parameters)", "reduction": f"{reduction} (FSDP's reduce_dtype)"}
@@ -116,9 +116,9 @@ def describe_dtypes(mode: str, *, bf16: bool) -> dict[str, str]:
 
 
 def accumulating(model: nn.Module, options: ParallelConfig, *, last: bool) -> AbstractContextManager[None]:
-    """Return the context of a micro-step: all but the last one sum their gradients on the rank itself, where ``no_sync`` is on.
+    """Return the context of a micro-step: with ``no_sync``, only the last one reduces the gradients, which are summed until then.
 
-    Under a static graph each one is reduced: DDP records the graph in its first backward, and asserts that it reduced.
+    Under a static graph each micro-step reduces: DDP records the graph in its first backward, and asserts that it reduced.
     """
     if not options.no_sync or options.static_graph:
         return nullcontext()
@@ -130,7 +130,7 @@ def accumulating(model: nn.Module, options: ParallelConfig, *, last: bool) -> Ab
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], cap_mb: float) -> None:
-    """Every gradient becomes its mean over all ranks, reduced in buckets of at most ``cap_mb`` MB (or one parameter)."""
+    """Replace every gradient by its mean over all ranks, reduced in buckets of at most ``cap_mb`` MB (or one parameter)."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     bucket: list[torch.Tensor] = []
     for index, gradient in enumerate(gradients):
@@ -148,12 +148,12 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], cap_mb: float) -
 
 
 def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) -> nn.Module:
-    """Return ``model`` in DistributedDataParallel with the options of ``options``."""
+    """Return ``model`` in DistributedDataParallel, with ``options``."""
     import inspect
 
     from torch.nn.parallel import DistributedDataParallel
 
-    # torch 2.13 renamed it, and warns of the old name.
+    # torch 2.13 has renamed this option, and warns about the old name.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(

@@ -1,4 +1,4 @@
-"""The steps of a training run, one after the other: data, step, figures, checkpoint, until it is done or stopped."""
+"""The loop of a training run: data, step, figures, checkpoint, until it is done or stopped."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from nsa.training.trainer import StepResult, Trainer
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-DONE, PREEMPTED = 0, 75  # EX_TEMPFAIL of sysexits.h: start it again, and it goes on
+DONE, PREEMPTED = 0, 75  # 75: EX_TEMPFAIL of sysexits.h; the run continues if it is started again
 
 
 class NotFiniteError(Exception):
-    """A loss or gradient that is NaN or infinite, over which the run stops: on all ranks after the same step. One line."""
+    """A loss or gradient is NaN or infinite: all ranks stop the run after the same step. The message is one line."""
 
 
 class Run:
@@ -76,11 +76,11 @@ class Run:
             file_mark(config.parallel.mode),
         )  # fmt: skip
         self.bad_rows = 0
-        self._skips = 0  # steps in a row that were skipped, up to the last one
+        self._skips = 0  # how many of the latest steps in a row were skipped
         self._must_stop = False
 
     def log(self, line: str) -> None:
-        """A line on the terminal, from rank 0; above its progress bar, where it has one."""
+        """Print a line on the terminal, on rank 0 only; above the progress bar, if there is one."""
         if self.ranks.rank != 0:
             return
         if self._bar is not None:
@@ -89,7 +89,7 @@ class Run:
             print(f"[train] {line}", flush=True)
 
     def steps(self) -> int:
-        """Run all of them. Return DONE, or PREEMPTED where SIGTERM came: then a checkpoint is written first.
+        """Run all steps. Return DONE, or, after SIGTERM, write a checkpoint and return PREEMPTED.
 
         Raises NotFiniteError.
         """
@@ -153,9 +153,9 @@ class Run:
         return DONE
 
     def _report(self) -> tuple[int, int]:
-        """Read and report the figures of the last steps; returns how many ranks want to stop, and have written their checkpoint.
+        """Read and report the figures of the last steps; return how many ranks want to stop, and have written their checkpoint.
 
-        Raises NotFiniteError where they end the run.
+        Raises NotFiniteError if the figures end the run.
         """
         results = self.trainer.read()
         if self._bar is not None:
@@ -173,7 +173,7 @@ class Run:
         return max(stop, *(result.votes[0] for result in results)), written
 
     def _note_skip(self, result: StepResult) -> None:
-        """Report a step of which no update was made, or raise NotFiniteError."""
+        """Report a step without an update, or raise NotFiniteError."""
         train, what = self.config.train, f"the loss is {result.loss}"
         if math.isfinite(result.loss):
             what = f"the loss is {result.loss:.4f}, but the norm of its gradients is {result.grad_norm}"
@@ -222,8 +222,8 @@ def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
 def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
     """Send what `nsa.trace` logs to stdout and to traces.log; return the handlers.
 
-    Of ranks above 0 these get the buckets and the warnings, which name the rank: a gradient that is missing on one rank alone, for
-    example. All that such a rank logs is in traces_rankN.log.
+    From ranks above 0 these get only the buckets and the warnings, with the rank, such as a gradient that is missing on one rank.
+    traces_rankN.log has all that such a rank logs.
     """
     trace_log = logging.getLogger("nsa.trace")
     trace_log.setLevel(logging.INFO)
@@ -248,16 +248,16 @@ def _names_its_rank(record: logging.LogRecord) -> bool:
 
 
 class _TraceFile(logging.FileHandler):
-    """A log on a disk that may become full: then logging would print a stack per line."""
+    """A log file that ignores a full disk, for which logging would print a stack per line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop a line that the disk refuses; where it still refuses at the end, closing the file raises."""
+        """Drop a line that cannot be written to the disk. If the disk is still full at the end, closing the file raises."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
 
 class _OfRank(logging.Formatter):
-    """Puts the rank before what does not name it."""
+    """Puts the rank before lines that do not name it."""
 
     def __init__(self, rank: int) -> None:
         super().__init__("%(message)s")

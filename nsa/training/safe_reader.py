@@ -1,4 +1,4 @@
-"""Checkpoints that others may have made. torch.distributed.checkpoint reads pickles; these read only what a checkpoint has."""
+"""Read checkpoints that others may have made. torch.distributed.checkpoint reads pickles; these allow only a checkpoint's types."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads ``.metadata`` by an unpickler that knows what metadata consists of, name by name, and nothing else."""
+    """Reads ``.metadata`` by an unpickler that allows only the listed types of metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raise pickle.UnpicklingError for what is not plain metadata of this folder's files, OSError for what is no file."""
+        """Return the metadata. Raises pickle.UnpicklingError if it is not plain metadata of files in this folder, OSError without a
+        regular file.
+        """
         data = read_file(Path(self.path) / ".metadata")
         try:
             metadata = _MetadataUnpickler(io.BytesIO(data)).load()
@@ -55,7 +57,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads what is not a tensor, an optimizer's numbers, as ``torch.load(weights_only=True)`` does."""
+    """Loads objects that are no tensors (an optimizer's numbers) as ``torch.load(weights_only=True)`` does."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raise pickle.UnpicklingError for any other object."""

@@ -1,6 +1,6 @@
-"""Checkpoints as they lie on the disk: which one a run goes on from, whether it is whole, what it is of.
+"""Checkpoints on the disk: which one a run resumes from, whether it is complete, and its description.
 
-Without torch, so that one that cannot be used is refused before torch is imported.
+Without torch, so that an unusable checkpoint is refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST = 256 << 20  # bytes of a file that is read as a whole
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a file for reading. Raises OSError; for what is no regular file, too: a pipe or a device would be read for ever."""
+    """Open a file for reading. Raises OSError, also if it is no regular file: a pipe or a device would be read for ever."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -34,7 +34,7 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the contents of a file. Raises OSError, for one of more than `MOST` bytes, too."""
+    """Return the content of a file. Raises OSError, also if it has more than `MOST` bytes."""
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > MOST:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -42,13 +42,13 @@ def read_file(path: Path) -> bytes:
 
 
 def is_name(name: Any) -> bool:
-    """Return whether it is the name of a file in a folder itself."""
+    """Return whether a value is a file's name without a path."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """The contents of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name; ``finite``: loss and gradients of the step were."""
+    """The content of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name; ``finite``: of the step's loss and gradients."""
 
     step: int
     position: Position
@@ -62,9 +62,9 @@ class Description:
 
 
 def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
-    """Return the checkpoint that ``--resume`` means: none, the newest in ``folder`` (auto), or the one named.
+    """Return the checkpoint for ``--resume``: None for 'none', the newest in ``folder`` for 'auto', else the one at this path.
 
-    ``verify`` reads it all. Raises ConfigError for one that is damaged, naming it and the whole one before it.
+    ``verify``: read all of it. Raises ConfigError for a damaged one, with its path and that of the last undamaged one before it.
     """
     if resume == "none":
         return None
@@ -80,7 +80,7 @@ def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
             except OSError as error:
                 why = f"cannot be read ({error.strerror}); give --resume a checkpoint (step_*)"
                 raise ConfigError(f"{str(folder / 'latest')!r}: {why}") from None
-            of_this_run = [path for path in saved if path <= named]  # those of later steps are another run's
+            of_this_run = [path for path in saved if path <= named]  # checkpoints of later steps are another run's
             if saved and not of_this_run:
                 raise ConfigError(
                     f"{str(folder / 'latest')!r}: names {shown(named.name)}, which is before every checkpoint there; "
@@ -105,7 +105,7 @@ def refuse_damaged(path: Path, option: str = "") -> None:
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint's files, '' when nothing is. Reads all of them."""
+    """Return what is wrong with a checkpoint's files; '' if they are undamaged. Reads all of them."""
     try:
         described = describe(path)
     except ConfigError as error:
@@ -125,7 +125,7 @@ def damage(path: Path) -> str:
 
 
 def describe(path: Path) -> Description:
-    """Return what is in a checkpoint. ConfigError for a folder that is not one."""
+    """Return the description of a checkpoint. Raises ConfigError for a folder that is no checkpoint."""
     try:
         fields = json.loads(read_file(path / DESCRIPTION))
         if fields.pop("schema") != SCHEMA:
@@ -150,7 +150,7 @@ def describe(path: Path) -> Description:
 
 
 def is_finite(path: Path) -> bool:
-    """Return whether it is a checkpoint of a step with finite loss and gradients; its other files are not read."""
+    """Return whether a path is a checkpoint of a step with finite loss and gradients. Reads only checkpoint.json."""
     try:
         return describe(path).finite
     except ConfigError:
@@ -158,19 +158,19 @@ def is_finite(path: Path) -> bool:
 
 
 def newest_finite(folder: Path, before: int) -> Path | None:
-    """Return the newest checkpoint in ``folder`` of a step below ``before``, with finite loss and gradients, if any."""
+    """Return the newest checkpoint in ``folder`` of a step below ``before`` with finite loss and gradients; None without one."""
     return next((path for path in reversed(saved_in(folder)) if is_finite(path) and describe(path).step < before), None)
 
 
 def data_settings(config: Config) -> dict[str, Any]:
-    """Return what the position in the data depends on."""
+    """Return the settings that the position in the data depends on."""
     data = config.data
-    hub = data.hub if data.path is None else None  # files at a path may be at another one now
+    hub = data.hub if data.path is None else None  # the path itself may change: files may have been moved
     return {"seq_len": config.train.seq_len, "dataset": data.dataset, "hub": hub, "tokenizer": data.tokenizer}
 
 
 def refuse_other_data(path: Path, config: Config) -> None:
-    """ConfigError where ``config`` reads other samples than the run that wrote the checkpoint: its position means nothing."""
+    """Raise ConfigError if ``config`` reads other samples than the run that wrote the checkpoint, whose position is then wrong."""
     other = _differences(describe(path).data, data_settings(config))
     if other:
         raise ConfigError(f"checkpoint {str(path)!r}: its place in the data is of {other}; go on with the same")
@@ -185,8 +185,8 @@ def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") 
 
 
 def refuse_another_model(path: Path, config: Config) -> None:
-    """ConfigError where a checkpoint is of a model of another shape."""
-    free = {"backend", "force_branch", "stop_gate_gradient"}  # how it is computed, not its result
+    """Raise ConfigError if a checkpoint has a model of another shape."""
+    free = {"backend", "force_branch", "stop_gate_gradient"}  # may differ: the shape does not depend on them
     saved = {name: value for name, value in describe(path).model.items() if name not in free}
     other = _differences(saved, dataclasses.asdict(config.model), "model.")
     if other:
@@ -198,7 +198,7 @@ def saved_in(folder: Path) -> list[Path]:
 
 
 def size_and_crc(path: Path, most: int | None = None) -> tuple[int, int]:
-    """Return bytes and CRC-32 of a file; of one that has more than ``most`` bytes, or fewer, only how many."""
+    """Return size in bytes and CRC-32 of a file; (size, 0) if the size is not ``most``."""
     size, crc = 0, 0
     with open_file(path) as file:
         there = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Health of the model's own parts: gates, selected blocks, fallbacks of the kernels, dtypes."""
+"""Statistics of the model's parts: gates, selected blocks, fallbacks of the kernels, dtypes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nsa.trace.strict_json import to_json
 
 # A branch whose mean gate lies below this in every layer has died out.
 COLLAPSED = 0.02
-SATURATED = 0.01  # as near to 0 or 1 as this, a gate gets next to no gradient
+SATURATED = 0.01  # a gate that is closer to 0 or 1 gets almost no gradient
 SELECTION_FIELDS = ("step", "layer", "blocks_mean", "distance_mean", "entropy", "share_initial", "share_local")
 
 
 class GateStatistics:
-    """Mean, spread and saturated share of each gate over batch, tokens and heads, from the last forward.
+    """Mean, standard deviation and saturated share of each gate over batch, tokens and heads, from the last forward.
 
-    A forward leaves the gates themselves; their figures are computed when they are read, which waits for the device.
+    A forward only stores the gates; the figures are computed when they are read, which waits for the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,18 +46,18 @@ class GateStatistics:
         return saw
 
     def listen(self, on: bool) -> None:
-        """Keep the gates of forwards from now on, or not: then figures stay those of the last that was kept."""
+        """Store the gates of forwards from now on, or stop: then the figures stay those of the last stored forward."""
         self._listens = on
 
     def means(self) -> dict[str, float]:
-        """Mean gate of each branch over all layers; empty for a model without gates."""
+        """Return the mean gate of each branch over all layers; {} for a model without gates."""
         if not self._last:
             return {}
         mean = torch.stack([_flat(gates).mean(0) for gates in self._last.values()]).mean(0).tolist()
         return dict(zip(BRANCHES, mean, strict=True))
 
     def write(self, path: Path, step: int) -> None:
-        """Append a line to ``gate_health.jsonl``: mean, spread and saturated share a layer; warn, once, of one that has died."""
+        """Append a line to ``gate_health.jsonl``: the figures per layer; warn, once, about a gate that has died out."""
         layers = {
             name: dict(zip(("mean", "std", "saturated"), _figures(gates).tolist(), strict=True))
             for name, gates in self._last.items()
@@ -82,21 +82,21 @@ def _flat(gates: torch.Tensor) -> torch.Tensor:
 
 
 def _figures(gates: torch.Tensor) -> torch.Tensor:
-    """Return [3, 3]: mean, spread and saturated share, a column per branch."""
+    """Return [3, 3]: mean, standard deviation and saturated share, a column per branch."""
     flat = _flat(gates)
     saturated = (flat.sub(0.5).abs() > 0.5 - SATURATED).float()
     return torch.stack([flat.mean(0), flat.std(0), saturated.mean(0)])
 
 
 class SelectionStatistics:
-    """Statistics of the selected blocks, one row per layer, for the forward in which it listens; written, and synced, later."""
+    """Statistics of the selected blocks, one row per layer, of a forward in which it listens; `write` waits for the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [(plain_name(n), m) for n, m in model.named_modules() if isinstance(m, NSAAttention)]
         self._rows: dict[str, dict[str, torch.Tensor]] = {}
 
     def listen(self, on: bool) -> None:
-        """Gather during the next forward, or stop."""
+        """Gather statistics in the next forward, or stop."""
         for name, layer in self._layers:
             layer.selection_listener = self._saw(name, layer.l_sel) if on else None
 
@@ -112,7 +112,7 @@ class SelectionStatistics:
             self._rows[name] = {
                 "blocks_mean": weights.sum() / weights[..., 0].numel(),
                 "distance_mean": ((own - j) * weights).sum().div(total),
-                "entropy": torch.special.entr(by_distance).sum(),  # in nats, of how far back the selected blocks lie
+                "entropy": torch.special.entr(by_distance).sum(),  # in nats, of the distance of the selected blocks
                 "share_initial": weights[..., 0].sum().div(total),
                 "share_local": ((own - j <= 1) * weights).sum().div(total),
             }
@@ -120,7 +120,7 @@ class SelectionStatistics:
         return gather
 
     def write(self, path: Path, step: int) -> None:
-        """Append to ``k_stats.csv`` what was gathered."""
+        """Append the gathered rows to ``k_stats.csv``."""
         header = ",".join(SELECTION_FIELDS)
         if path.exists() and path.read_text(encoding="utf-8").partition("\n")[0].strip() != header:
             path.rename(path.with_suffix(".old.csv"))  # of a version with other columns
@@ -134,7 +134,7 @@ class SelectionStatistics:
 
 
 def write_fallbacks(path: Path) -> None:
-    """``fallback_counters.csv``: which backend was requested, which served, why, how often."""
+    """Write ``fallback_counters.csv``: which backend was requested, which served, why, how often."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("asked", "used", "reason", "calls"))
@@ -142,7 +142,7 @@ def write_fallbacks(path: Path) -> None:
 
 
 def write_dtypes(path: Path, model: nn.Module, of_the_step: Mapping[str, str]) -> None:
-    """``dtypes_report.txt``: a line each of ``of_the_step``; name, dtype, shape and device of every parameter and buffer."""
+    """Write ``dtypes_report.txt``: the lines of ``of_the_step``; name, dtype, shape and device of every parameter and buffer."""
     lines = [f"# {what}: {dtype}\n" for what, dtype in of_the_step.items()]
     rows = [(plain_name(n), t) for n, t in (*model.named_parameters(), *model.named_buffers())]
     lines += [f"{n}  {t.dtype}  {tuple(t.shape)}  {t.device}\n" for n, t in rows]

@@ -31,11 +31,11 @@ from nsa.training.statistics import GateStatistics, SelectionStatistics, write_d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did. ``loss`` is the mean over ranks, in nats a token; ``tokens`` counts all ranks.
+    """The result of a step. ``loss`` is the mean over ranks, in nats per token; ``tokens`` counts all ranks.
 
     ``grad_norm``: L2 norm of the averaged gradients before they are clipped. ``skipped``: loss or norm is NaN or infinite, and
-    the optimizer made no update. ``votes``: how many ranks voted for what `Trainer.step` was given. ``seconds`` are a mean where
-    several steps were read at once, and count the wait for data.
+    the optimizer made no update. ``votes``: for each vote of `Trainer.step`, how many ranks voted for it. ``seconds`` include the
+    wait for data, and are the mean if several steps were read at once.
     """
 
     step: int
@@ -52,7 +52,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """A step whose figures are still on the device."""
+    """A step with figures that are still on the device."""
 
     step: int
     figures: torch.Tensor  # float32: loss and square of the gradients' norm, both summed over ranks, and votes
@@ -61,10 +61,10 @@ class _Unread:
 
 
 class Trainer:
-    """Builds the model of ``config`` on ``ranks.device`` and trains it, a call of `step` at a time.
+    """Builds the model of ``config`` on ``ranks.device`` and trains it, one step per call of `step`.
 
-    Traces and statistics are written to ``folder``. With more than one rank a process group must exist. ``model``, in place of
-    one that is built, returns the loss when it is given ``targets``, as `NSATransformer` does.
+    Traces and statistics are written to ``folder``. With more than one rank a process group must exist. ``model`` replaces the
+    model that would be built; it must return the loss when it is called with ``targets``, as `NSATransformer` does.
     """
 
     def __init__(self, config: Config, ranks: RankInfo, folder: Path, model: nn.Module | None = None) -> None:
@@ -77,12 +77,12 @@ class Trainer:
         if config.train.compile == "blocks":
             for block in getattr(self.module, "blocks", ()):
                 block.compile()
-        # By name, and before the parameters are shared: FSDP1 flattens them.
+        # Collected by name, before the model is sharded: FSDP1 flattens the parameters.
         matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
         self.flops_per_token = flops_per_token(self.module, config.model, config.train.seq_len)
         bf16 = config.train.dtype == "bf16"
         self.model = share(self.module, config.parallel, ranks.device, bf16=bf16)
-        # FSDP has replaced the parameters: hooks come after it.
+        # FSDP has replaced the parameters, so hooks are registered after it.
         self.gradients = GradientTrace(self.module) if config.trace.grads else None
         if self.gradients:
             logger.info("[trace] grad-arrival hooks registered")
@@ -118,7 +118,7 @@ class Trainer:
             write_dtypes(folder / f"dtypes_report{self._mark}.txt", self.module, described)
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine from lr to min_lr over the planned steps. ``step`` counts from 1."""
+        """Return the rate of a step: a linear warm-up, then a cosine from lr to min_lr over the planned steps. From step 1 on."""
         train = self.config.train
         if step <= train.warmup_steps:
             return train.lr * step / train.warmup_steps
@@ -128,8 +128,8 @@ class Trainer:
     def step(self, batches: list[Batch], votes: tuple[bool, ...] = ()) -> None:
         """Train on ``batches``, one per micro-step; gradients are averaged over all. `read` returns the results later.
 
-        Nothing waits for the device, except in steps with statistics. ``votes`` are this rank's: all ranks read how
-        many there were, and so decide alike. Where the loss or the gradients' norm is not finite on any rank, no rank makes an
+        Does not wait for the device, except in steps with statistics. ``votes`` are this rank's: all ranks read how many
+        there were, and so decide alike. If the loss or the gradients' norm is not finite on any rank, no rank makes an
         update.
         """
         number = self.steps_done + 1
@@ -146,7 +146,7 @@ class Trainer:
         figures = torch.tensor([0.0, 0.0, *map(float, votes)], device="cpu")
         if self.ranks.device.type == "cuda":  # from pinned memory, so that nothing waits
             figures = figures.pin_memory().to(self.ranks.device, non_blocking=True)
-        # A step that gathers statistics runs as it is written: what they need would be compiled once more.
+        # A step with statistics runs eagerly, as it would need a second compilation.
         stance = torch.compiler.set_stance("force_eager") if is_compiled and wants_statistics else nullcontext()
         with stance:
             for index, batch in enumerate(batches):
@@ -166,7 +166,7 @@ class Trainer:
         self._unread.append(_Unread(number, figures, lr, tokens))
 
     def read(self) -> list[StepResult]:
-        """Return the steps since it was last called; waits for the device."""
+        """Return the results of the steps since the last call; waits for the device."""
         found = [unread.figures.tolist() for unread in self._unread]
         seconds = (time.monotonic() - self._began) / max(1, len(found))
         gates, peak, n = self.gates.means(), memory.peak_mib(), self.ranks.world_size
@@ -183,11 +183,11 @@ class Trainer:
         return results
 
     def start_clock(self) -> None:
-        """Time until now belongs to no step."""
+        """Restart the clock, so that the time until now counts for no step."""
         self._began = time.monotonic()
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Mean cross-entropy in nats of the targets, tokens[:, 1:], given the inputs, tokens[:, :-1]."""
+        """Return the mean cross-entropy, in nats, of the targets tokens[:, 1:], given the inputs tokens[:, :-1]."""
         tokens = batch.tokens.to(self.ranks.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         packed = {}
@@ -201,7 +201,7 @@ class Trainer:
         return loss
 
     def sum_over_ranks(self, figures: torch.Tensor) -> None:
-        """Add up in place; a collective when there are several ranks."""
+        """Sum ``figures`` over all ranks, in place; a collective if there are several ranks."""
         if self.ranks.world_size > 1:
             dist.all_reduce(figures)
 
@@ -216,7 +216,7 @@ class Trainer:
                     f"train.compile='step': torch {torch.__version__} cannot recompute inside one graph; "
                     "set train.gradient_checkpointing: false, or compile: blocks"
                 )
-            # Statistics that a recomputed layer leaves are the same the second time: they need no second trace.
+            # The side effect of a recomputed layer, its statistics, is the same the second time, so it may be skipped.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         is_ddp = isinstance(self.model, DistributedDataParallel)
         # Blocks share no region (torch.compiler.nested_compile_region): inductor of torch 2.13 makes its gradients wrong.
@@ -226,7 +226,7 @@ class Trainer:
             self._update = torch.compile(self.optimizer.step)
 
     def _optimize(self, lr: float, is_finite: torch.Tensor) -> None:
-        # A compiled update takes the rate as a tensor: it would be compiled again for each other number.
+        # A compiled update takes the rate as a tensor: for a number it would be compiled again at each change.
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr.fill_(lr) if self._update_is_compiled else lr
         if (
@@ -240,8 +240,8 @@ class Trainer:
             group["lr"] = lr
 
     def _clip(self) -> torch.Tensor:
-        """Clip the gradients; return this rank's part of the square of their norm before. The parts of all ranks add up to it."""
-        limit = self.config.train.grad_clip or math.inf  # which multiplies them by 1
+        """Clip the gradients; return this rank's part of the squared norm before. The parts of all ranks sum up to it."""
+        limit = self.config.train.grad_clip or math.inf  # with inf, gradients are multiplied by 1
         if isinstance(self.model, FullyShardedDataParallel):
             norm = self.model.clip_grad_norm_(limit)
         else:

@@ -1,4 +1,4 @@
-"""What a call of a process group carries: its group, payload, root, reduction, splits; read from its arguments."""
+"""Group, payload, root, reduction and splits of a process group's call, read from its arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-_KEYS = 8  # of a call that waits for many
-_OURS = "pytest_nsa."  # where the store is defined that all ranks of a test share
+_KEYS = 8  # of a call of a store that are kept
+_OURS = "pytest_nsa."  # the package of the store that all ranks of a test share
 
 
 def group_of(value: Any) -> Any:
-    """Return the process group that an argument of a functional collective means; None where it is not one."""
+    """Return the process group that an argument of a functional collective names; None if it names none."""
     if isinstance(value, dist.ProcessGroup):
         return value
     try:
@@ -29,12 +29,12 @@ def group_of(value: Any) -> Any:
 
 
 class NewGroup(NamedTuple):
-    """A process group that torch is to make: its size, this rank's number in it, its ranks by the world's numbers, its name, and
-    its store in words and in short. ``ranks`` is empty for a default group, and for another one that numbers its ranks by itself.
+    """A process group that torch is about to make: its size, this rank's number in it, its ranks by the world's numbers, its name,
+    and its store in words and in short. ``ranks`` is empty for a default group, and for another group with its own numbers.
     """
 
     size: int
-    rank: int | None  # None, or negative, where this rank is no member
+    rank: int | None  # None, or negative, if this rank is no member
     ranks: tuple[int, ...]
     name: str
     place: str
@@ -42,8 +42,8 @@ class NewGroup(NamedTuple):
 
     @property
     def note(self) -> str:
-        """'2: 0,1': the name of the group, and its ranks (`in_runs`). Where it has none, what this rank calls itself, and the
-        store: '0: rank 1 of 4, by port 29500 of localhost'.
+        """Name and ranks of the group (`in_runs`), '2: 0,1'; without ``ranks``, its name, this rank's claim and the store:
+        '0: rank 1 of 4, by port 29500 of localhost'.
         """
         if self.ranks:
             return f"{self.name}: {in_runs(self.ranks)}"
@@ -54,7 +54,7 @@ _OF_HELPER = ("group_size", "group_rank", "global_ranks_in_group", "backend", "s
 
 
 def new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NewGroup | None:
-    """Return what torch's ``_new_process_group_helper`` is called with; None for arguments of another version of torch."""
+    """Return the group by the arguments of torch's ``_new_process_group_helper``; None for those of another version of torch."""
     given = dict(zip(_OF_HELPER, args, strict=False)) | kwargs
     if not given.keys() >= set(_OF_HELPER) or not isinstance(given["global_ranks_in_group"], list):
         return None
@@ -63,7 +63,7 @@ def new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NewGroup | None:
 
 
 def in_runs(ranks: Sequence[int]) -> str:
-    """'0-3,8,10', or '0-14:2' for every other: ranks in their order, short enough for a record where they are many."""
+    """Return ranks, in their order, in a short form: '0-3,8,10', or '0-14:2' for every second rank."""
     found, at = [], 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
@@ -80,12 +80,12 @@ def in_runs(ranks: Sequence[int]) -> str:
 
 
 def numbered(rank: int | None, world_size: int) -> str:
-    """'rank 1 of 4': how a rank calls itself where a default group is made."""
+    """Return 'rank 1 of 4': a rank's claim when a default group is made."""
     return f"rank {rank} of {world_size}"
 
 
 def store_place(store: Any) -> str:
-    """Return where ranks meet: a file's name, or host and port; '' where it is not known."""
+    """Return where ranks meet: a file's name, or host and port; '' if unknown."""
     store = underlying(store)
     if isinstance(store, dist.FileStore):
         return f"file ...{store.path[-48:]}"
@@ -111,7 +111,7 @@ def underlying(store: Any) -> Any:
 
 
 def keys_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the keys that a call of a store is about, as the caller names them, eight of many; '' where it names none."""
+    """Return the first `_KEYS` keys of a store's call, as the caller names them; '' if it names none."""
     named = args[0] if args else kwargs.get("key", kwargs.get("keys", ""))
     keys = named if isinstance(named, list | tuple) else [named]
     names = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in keys[:_KEYS] if key]
@@ -119,7 +119,7 @@ def keys_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def split_sizes(args: tuple[Any, ...], size: int) -> str:
-    """'gives 1,2 takes 2,1': how many rows go to each rank of a group of ``size`` and come from each; '' where both are even."""
+    """Return how many rows go to and come from each rank of a group of ``size``, 'gives 1,2 takes 2,1'; '' if both are even."""
     takes, gives = ([a for a in args if isinstance(a, list) and all(isinstance(n, int) for n in a)] + [[], []])[:2]
     if not takes and not gives:
         return ""
@@ -132,8 +132,8 @@ def split_sizes(args: tuple[Any, ...], size: int) -> str:
 
 
 def was_refused(error: Exception, name: str) -> bool:
-    """Return whether a call of a process group raised before it began, for an argument that it does not take: not in what it
-    does with other ranks.
+    """Return whether a call of a process group raised before it began, because of an invalid argument, and not while it
+    communicated.
     """
     if isinstance(error, ValueError | TypeError | NotImplementedError):
         return True
@@ -144,15 +144,15 @@ def was_refused(error: Exception, name: str) -> bool:
 
 
 def label_of(group: Any) -> str:
-    """Return the name of a group; '' of one that was never registered."""
+    """Return the name of a group; '' for a group that was never registered."""
     try:
         return str(group.group_name)
-    except RuntimeError:  # a backend that is a group of Python does not know its own
+    except RuntimeError:  # a backend that is written in Python has no name in C++
         return str(dist.distributed_c10d._world.pg_names.get(group, ""))
 
 
 def global_rank(group: Any, rank: int) -> int:
-    """torch numbers peers and roots within their group."""
+    """Return the global number of a rank that a group numbers; ``rank`` itself for a group that was never registered."""
     try:
         return dist.get_global_rank(group, rank)
     except (RuntimeError, ValueError, KeyError):  # a group that was never registered
@@ -160,13 +160,13 @@ def global_rank(group: Any, rank: int) -> int:
 
 
 def root_and_reduction(values: Any) -> tuple[int, str]:
-    """Root, -1 where there is none, and reduction of a call, from its options."""
+    """Return root (-1 without one) and reduction ('' without one) of a call, from its options."""
     options = None
     for value in values:
         if type(value).__name__.endswith("Options"):
             options = value
             break
-    try:  # the one way to its name that all versions of torch have
+    try:  # the only way to its name that works in all versions of torch
         kind = options.reduceOp.__getstate__()[0].name.lower()  # type: ignore[union-attr]
     except (AttributeError, TypeError, IndexError, RuntimeError):
         kind = ""
@@ -174,9 +174,9 @@ def root_and_reduction(values: Any) -> tuple[int, str]:
 
 
 def is_done_after_wait(group: Any, device: str) -> bool:
-    """Return whether ``wait`` of a collective on ``device`` returns when it is done, as gloo's does.
+    """Return whether ``wait`` of a collective on ``device`` returns only when it is done, as gloo's does.
 
-    ``is_completed`` is no answer: gloo's reduce_scatter returns False for ever (torch 2.6 to 2.13).
+    ``is_completed`` cannot be used: gloo's reduce_scatter returns False for ever (torch 2.6 to 2.13).
     """
     try:
         name: str = group._get_backend(torch.device(device or "cpu")).name()
@@ -186,7 +186,7 @@ def is_done_after_wait(group: Any, device: str) -> bool:
 
 
 def payload_of(values: Any) -> tuple[str, int, str]:
-    """dtype, total element count and type of device of the first tensors among a call's arguments."""
+    """Return dtype, total element count and device type of the first tensors among a call's arguments."""
     for value in values:
         flat = value
         while isinstance(flat, list | tuple) and flat and isinstance(flat[0], list | tuple):

@@ -1,7 +1,7 @@
-"""Every collective that Python starts, written to the board as it is entered and left.
+"""Record every collective that Python starts on the board, when it is entered and when it is left.
 
-The methods of torch's ProcessGroup are wrapped, not the functions of torch.distributed: so names bound early
-(``from torch.distributed import all_reduce``) are seen too. DDP's reducer is C++ and calls none of them: its buckets
+The methods of torch's ProcessGroup are wrapped, not the functions of torch.distributed: so calls by names bound early
+(``from torch.distributed import all_reduce``) are recorded too. DDP's reducer is C++ and calls none of them: its buckets
 come through the communication hook of `nsa.trace.ddp_buckets`, and its own waits between backwards are wrapped here.
 The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
 """
@@ -47,7 +47,7 @@ _METHODS = (
     "barrier", "monitored_barrier",
 )  # fmt: skip
 NEW_GROUP = "new_group"
-ANY = -2  # the peer of a receive that takes from anybody
+ANY = -2  # the peer of a receive from any rank
 _SPLIT = ("alltoall_base", "all_to_all_single")
 _OUTPUT_FIRST = ("alltoall", "all_to_all", "gather_single", "gather_into_tensor")  # ranks may take unequal amounts
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
@@ -64,18 +64,18 @@ class CollectiveRecorder:
         self._pending: dict[int, Pending] = {}  # by id of the Work
         self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
         self._functional = WeakIdKeyDictionary()  # a functional collective's result -> its index, its limit
-        self._lock = threading.RLock()  # the garbage collector may end a Work, and so call `_dropped`, inside of it
+        self._lock = threading.RLock()  # while it is held, the garbage collector may end a Work, and so call `_dropped`
         self._blocked_in, self._has_failed = 0, False
         self._limit = Limit(board)
         self.stores = StoreRecorder(board, self._limit)
-        self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
+        self._limits: dict[str, float] = {}  # time limits of groups, if short, in seconds
         self._waits: set[Any] = set()
-        self._groups: set[Any] = set()  # classes of Python that are wrapped
+        self._groups: set[Any] = set()  # Python classes that are wrapped
         self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
         self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
 
     def forget(self, rank: int, world_size: int) -> None:
-        """Another test begins in this process, on a new board: numbers start again on all its ranks."""
+        """Reset for another test on a new board: sequence numbers start again on all its ranks."""
         self._sequence.clear()
         self._labels.begin(rank, world_size)
         self._blocked_in, self._limit.until = 0, 0.0
@@ -87,7 +87,7 @@ class CollectiveRecorder:
             self._pending.clear()
 
     def install(self) -> None:
-        """Replace the methods. What torch's version does not have is skipped."""
+        """Replace the methods. Those that this version of torch lacks are skipped."""
         group_class = dist.ProcessGroup
         for name in (*_METHODS, *_POINT_TO_POINT):
             original = getattr(group_class, name, None)
@@ -102,11 +102,11 @@ class CollectiveRecorder:
         self._wrap_meeting()
         functional.install(self._functional_collective, self._functional_wait)
         self.stores.install()
-        # Its construction begins by comparing the parameters' shapes over all ranks.
+        # The construction of DDP begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
 
     def _wrap_wait(self, work_class: Any) -> None:
-        """Wrap ``wait`` of a class of Work: C++'s own, or one of Python's that overrides it."""
+        """Wrap ``wait`` of a class of Work: that of C++, or a Python class that overrides it."""
         wait = work_class.wait
 
         def recorded_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class CollectiveRecorder:
                 return wait(work, *args, **kwargs)
             with self._blocked(entry.index, limit_of_call((*args, *kwargs.values())) or entry.limit):
                 result = wait(work, *args, **kwargs)
-            # Where collectives run on a device, it returns at once: the heartbeat sees when the work is done.
+            # If collectives run on a device, it returns at once: the heartbeat polls whether the work is done.
             if entry.ends_by_wait or work.is_completed():
                 self._leave(id(work))
             else:
@@ -127,7 +127,7 @@ class CollectiveRecorder:
         self._waits.add(work_class)
 
     def _wrap_python_group(self, group: Any) -> None:
-        """Wrap what a backend that is written in Python overrides of ProcessGroup."""
+        """Wrap the methods of ProcessGroup that a backend written in Python overrides."""
         for owner in type(group).__mro__:
             if owner is dist.ProcessGroup:
                 return
@@ -139,13 +139,13 @@ class CollectiveRecorder:
                     setattr(owner, name, self._wrap(name, vars(owner)[name]))
 
     def _enter(self, op: str, label: str, dtype: str = "", count: int = 0, *, size: int, **more: Any) -> int:
-        """Enter a call on the board, with its number in the group and the user's lines that led to it; returns its index."""
+        """Enter a call on the board, with its number in the group and the user's lines that led to it; return its index."""
         site, callers = call_path()
         number = self._sequence[label]
         return self.board.enter(op, label, number, dtype, count, site, size=size, callers=callers, **more)
 
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
-        """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as that of a separate group."""
+        """Wrap a call that waits inside C++ and returns no Work. Such calls are numbered as those of a separate group."""
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -179,7 +179,7 @@ class CollectiveRecorder:
         setattr(owner, name, outside_graphs(recorded))
 
     def _restart(self) -> None:
-        """A default group is made: groups before it are no more, and calls are counted again on all its ranks."""
+        """Restart the numbering when a default group is made: earlier groups no longer exist."""
         kept = {label: number for label, number in self._sequence.items() if label.startswith(NEW_GROUP)}
         self._sequence = defaultdict(int, kept)
         self.board.number("calls_from", self.board.count("collectives_entered"))
@@ -189,15 +189,15 @@ class CollectiveRecorder:
             self._on_group(label, made.ranks, made.number)
 
     def report_groups(self, to: Callable[[str, Sequence[int], int | None], None]) -> None:
-        """Call ``to`` with label, ranks and number of each group: of those that there are, and of each that is made."""
+        """Call ``to`` with label, ranks and number of each existing group, and of each that is made later."""
         self._on_group = to
         for made in self._labels.all_made(NEW_GROUP):
             for label in {made.label, made.making} - {NEW_GROUP}:
                 self._note_group(label, made)
 
     def _wrap_meeting(self) -> None:
-        """Wrap how env:// and tcp:// come to their store: the first rank serves it, and waits there for the others."""
-        owner = sys.modules.get("torch.distributed.rendezvous")  # of this name dist has a function
+        """Wrap the creation of the store of env:// and tcp://: the first rank serves it, and waits in it for the others."""
+        owner = sys.modules.get("torch.distributed.rendezvous")  # dist has a function of this name
         original = getattr(owner, "_create_c10d_store", None)
         if original is None:
             return
@@ -238,7 +238,7 @@ class CollectiveRecorder:
                 result = original(*args, **kwargs)
         finally:
             self._inside.depth = 0
-        # Who waits for it, and whether anybody does, is the compiler's and DTensor's business: begun counts as left.
+        # Counts as left once begun: the compiler and DTensor decide where, and whether, the program waits for it.
         self.board.leave(index)
         for tensor in functional.tensors_of([result]):
             self._functional[tensor] = index, self._limits.get(label, 0.0)
@@ -258,17 +258,17 @@ class CollectiveRecorder:
             return original(*args, **kwargs)
 
     def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
-        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has its own limit."""
+        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds if that is not 0."""
         return _Blocked(self, index, limit)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a collective has been entered and not been seen to complete."""
+        """Whether a collective was entered and has not completed."""
         return bool(self._pending)
 
     def poll(self) -> None:
         """Mark collectives that have completed without a wait. Called by the heartbeat."""
-        for key in list(self._pending):  # of numbers alone: nothing is freed while it is copied
+        for key in list(self._pending):  # the keys are numbers: the copy frees no object
             entry = self._pending.get(key)
             if entry is not None and entry.is_done():
                 self._leave(key)
@@ -283,14 +283,14 @@ class CollectiveRecorder:
             return self._pending.pop(key, None)
 
     def _follow(self, work: Any, entry: Pending) -> None:
-        """Follow a Work until it is done, and let the program end it before."""
+        """Follow a Work until it is done, without keeping it alive."""
         key = id(work)
         entry.follow(work, lambda _: self._dropped(key))
         with self._lock:
             self._pending[key] = entry
 
     def _dropped(self, key: int) -> None:
-        """The program's last reference to a Work has gone, and nothing waited for it: its number may be another's from now on."""
+        """Note that the program dropped a Work that it never waited for. Its id may be reused from now on."""
         entry = self._take(key)
         if entry is None:
             return
@@ -307,8 +307,9 @@ class CollectiveRecorder:
 
         def recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            if getattr(self._inside, "depth", 0):  # one method may be built on another
+            if getattr(self._inside, "depth", 0):  # a method may call another one
                 return original(group, *args, **kwargs)
+            # The payload is the input.
             dtype, count, device = payload_of((*args, *kwargs.values())[1 if name.startswith(_OUTPUT_FIRST) else 0 :])
             label = self._labels.of(group)
             self._sequence[label] += 0 if point_to_point else 1
@@ -332,7 +333,7 @@ class CollectiveRecorder:
                     work = original(group, *args, **kwargs)
             except (ValueError, TypeError, RuntimeError) as error:
                 if was_refused(error, name):
-                    self._sequence[label] -= 0 if point_to_point else 1  # the next call is what meets the others'
+                    self._sequence[label] -= 0 if point_to_point else 1  # the next call pairs with the others' call
                     self.board.leave(index, refused=True)
                 raise
             finally:
@@ -351,9 +352,9 @@ class CollectiveRecorder:
 
 
 class _Blocked:
-    """A mark on the board while the main thread waits. Where an exception ends the wait, another mark stays.
+    """A mark on the board while the main thread waits. If an exception ends the wait, ``failed_in`` keeps the call.
 
-    A class: a generator's context costs three times as much, and every collective has two.
+    A class, because a context by a generator costs three times as much, and every collective has two.
     """
 
     __slots__ = ("index", "limit", "on_main", "outer", "recorder", "until")
@@ -380,8 +381,8 @@ class _Blocked:
         if self.on_main:
             if self.limit:
                 recorder._limit.set(self.until)
-            if kind is not None and not self.outer:  # what the rank was in, should this exception end its test
+            if kind is not None and not self.outer:  # the rank's last call, in case the exception ends its test
                 recorder._has_failed = True
                 recorder.board.number("failed_in", self.index + 1)
-            # Of a call around it: a new group may be made inside one.
+            # Restores the mark of an outer call: a new group may be made inside a call.
             recorder.board.number("blocked_in", self.outer)

@@ -1,4 +1,4 @@
-"""How a tracer's function stays unchanged under torch.compile."""
+"""Keep a tracer's function out of graphs under torch.compile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` as one that compiled code calls as it is: traced into a graph it would be recorded once, for ever.
+    """Return ``function`` in a form that compiled code calls at run time: in a graph it would be executed only at compile time.
 
-    Only torch.compiler.disable hides it from the compiler, and that imports the compiler, which most ranks do without.
+    Only torch.compiler.disable hides it from the compiler, but that imports the compiler, which most ranks do not need.
     """
     hidden: list[Callable[..., Any]] = []
 

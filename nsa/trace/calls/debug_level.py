@@ -1,4 +1,4 @@
-"""torch's debug level DETAIL ends DDP on gloo by SIGSEGV (torch 2.13 on a CPU): INFO in its place."""
+"""Replace torch's debug level DETAIL by INFO on gloo, where it ends DDP by SIGSEGV (torch 2.13 on a CPU)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 def lower_detail(backend: str) -> str:
-    """Set DETAIL to INFO for a group on gloo, and return why; '' where nothing was to be done. torch reads it as it is imported."""
+    """Set DETAIL to INFO for a group on gloo, and return why; '' if it was not DETAIL. torch reads the variable at import."""
     if backend != "gloo" or os.environ.get(VARIABLE, "").upper() != "DETAIL":
         return ""
     os.environ[VARIABLE] = "INFO"

@@ -1,8 +1,8 @@
-"""What a process group is called on the board: by its name, and by the world that numbers its ranks.
+"""The labels of process groups on the board: a group's name, and the world that numbers its ranks.
 
-torch gives the default group, and those made below it, the same names in every world. Ranks of a job that do not all meet in one
-world (pairs that train and serve, the rest of an elastic job, a group with a store and numbers made for it) are in groups of one
-name that are not the same group. Such a name gets the place where the ranks meet: '0@29512', '0@pair-3fa9'.
+torch gives the default group, and the groups made from it, the same names in every world. A job may have several worlds (pairs that
+train and serve, the rest of an elastic job, a group with its own store and numbers): then different groups have the same name. The
+label of such a group also has the place where its ranks meet: '0@29512', '0@pair-3fa9'.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from nsa.trace.calls.arguments import NewGroup, label_of
 
 MARK = "@"
-MOST = 20  # characters of a label: 'ddp:' goes before it in a field of 24
+MOST = 20  # characters of a label: with 'ddp:' in front it must fit into a field of 24
 
 
 class Made(NamedTuple):
-    """A group that is made: the labels of its making and of its calls, the ranks of the job that are known to be in it, and the
-    number that this one has in another world than the job's.
+    """A group that is made: the labels of its creation and of its calls, the ranks of the job that are known to be in it, and this
+    rank's number in it, if its world is not the job's.
     """
 
     making: str
@@ -33,7 +33,7 @@ class GroupLabels:
     """The labels of this process's groups. ``rank`` and ``world_size`` are the job's.
 
     A process may make its default group before the job is known, as ranks that are forked ahead do, and may keep groups for the
-    next job: what is kept is how they were made.
+    next job. Therefore the arguments with which groups were made are kept, not their labels.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,23 @@ class GroupLabels:
         self._others: dict[str, NewGroup] = {}  # by name
 
     def begin(self, rank: int, world_size: int) -> None:
-        """Another job begins in this process: on reused ranks with the groups of the last one."""
+        """Reset for another job in this process; reused ranks keep the groups of the last job."""
         self.rank, self.world_size = rank, world_size
         if not dist.is_initialized():
             self._default = None
             self._others.clear()
 
     def of(self, group: Any) -> str:
-        """Return the label of a group. One without a name is equal to no group of another rank."""
+        """Return the label of a group. The label of a group without a name equals that of no group of another rank."""
         name = label_of(group)
         return self._label(name) if name else _labelled("unnamed", f"{MARK}rank{self.rank}")
 
     def of_meeting(self, operation: str, port: int, size: int) -> str:
-        """Return the label of the meeting of ``size`` ranks at a port, ahead of their default group."""
+        """Return the label of the rendezvous of ``size`` ranks at a port, before they make their default group."""
         return _labelled(operation, "" if self._is_the_job_s(size) else f"{MARK}{port}")
 
     def make(self, operation: str, new: NewGroup) -> Made:
-        """Note that a group is made, ahead of it."""
+        """Note that a group is about to be made, and return its labels."""
         if not new.ranks and not dist.is_initialized():
             self._default = new
             self._others.clear()
@@ -78,7 +78,7 @@ class GroupLabels:
             return Made(making, label, (self.rank,), new.rank) if world else Made(making, label, ())
         world = self._world_of(self._default)
         members = new.ranks if not world else (self.rank,) if new.rank in range(new.size) else ()
-        # Every rank makes a group that torch numbers; one with a hash for a name is made by its members alone.
+        # Every rank makes a group with a number as its name; a group with a hash as its name is made only by its members.
         return Made(_labelled(operation if new.name.isdigit() else f"{operation}:{new.name}", world), label, members)
 
     def _label(self, name: str) -> str:
@@ -89,7 +89,7 @@ class GroupLabels:
         return self.world_size in (0, size)
 
     def _world_of(self, new: NewGroup | None) -> str:
-        """Return '@' and where the ranks of a group that numbers them meet; '' where these are the job's."""
+        """Return '@' and the place where the ranks of a world meet; '' for the job's world."""
         if new is None or self._is_the_job_s(new.size):
             return ""
         return f"{MARK}{new.mark or f'rank{self.rank}'}"

@@ -1,4 +1,4 @@
-"""Time limits of the calls that a rank waits in: until then, and a little longer, such a wait ends by itself."""
+"""Time limits of the calls that a rank waits in: a wait with a limit ends by itself, shortly after the limit."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-# A group's own limit, of all its collectives. Up to this it is one that a test means to wait for; torch's usual one, of
-# half an hour, and what users give in its place are there for ranks that hang.
+# A limit of a group, for all its collectives. Up to this value, a test is assumed to expect it; longer ones, as torch's default of
+# half an hour, are there for ranks that hang.
 SHORT_S = 10.0
 
 
 def limit_of_call(values: Iterable[Any]) -> float:
-    """Return the seconds that a call's arguments, or its options, allow it; 0.0 where they name none."""
+    """Return the time limit in a call's arguments or options, in seconds; 0.0 without one."""
     for value in values:
         if isinstance(value, timedelta):
             return max(0.0, value.total_seconds())
         timeout = getattr(value, "timeout", None) if type(value).__name__.endswith("Options") else None
-        if isinstance(timeout, timedelta) and timeout > timedelta(0):  # unset is below
+        if isinstance(timeout, timedelta) and timeout > timedelta(0):  # it is negative if not set
             return timeout.total_seconds()
     return 0.0
 
 
 def limit_of_group(timeout: Any) -> float:
-    """Return a new group's own limit in seconds, where it is short; else 0.0."""
+    """Return a new group's time limit in seconds, if it is at most `SHORT_S`; else 0.0."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
     return seconds if 0.0 < seconds <= SHORT_S else 0.0

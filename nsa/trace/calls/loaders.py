@@ -1,4 +1,4 @@
-"""Batches that torch's data loaders deliver: a rank that takes one has made progress, and one with a loader that ended knows it."""
+"""Count the batches that torch's data loaders deliver, as progress of the rank, and the loaders that are exhausted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nsa.trace.board import Board
 
 
 def count_batches(board: Board) -> None:
-    """Count on ``board`` each batch of a DataLoader of this process, and each iterator that comes to its end."""
+    """Count on ``board`` each batch of a DataLoader of this process, and each iterator that is exhausted."""
     iterator: Any = dataloader._BaseDataLoaderIter
     following = iterator.__next__
 

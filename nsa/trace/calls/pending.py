@@ -1,4 +1,4 @@
-"""A call of a process group that has begun, followed until it is done without extending the life of anything of the program.
+"""A call of a process group that has begun, followed until it is done without keeping any object of the program alive.
 
 gloo forgets the buffer of a send or receive with its Work: a program that drops the Work loses the message, and its partner
 waits for ever. A strong reference to the Work would keep the message, and hide the hang while the program is traced.
@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-Find = Callable[[], Any]  # returns the Work, or None where it has gone
+Find = Callable[[], Any]  # returns the Work, or None if it was freed
 
 
 class Pending:
     """An entry of the board that has been entered and not left.
 
-    ``limit``: seconds after which its wait ends by itself, or 0. ``ends_by_wait``: whether the call is done when ``wait`` returns.
+    ``limit``: the time limit of its wait in seconds, or 0. ``ends_by_wait``: whether the call is done when ``wait`` returns.
     ``is_message``: whether it is a send or receive.
     """
 
@@ -30,36 +30,36 @@ class Pending:
     def follow(self, work: Any, on_drop: Callable[[object], None]) -> None:
         """Refer to ``work`` weakly; call ``on_drop`` when the program has dropped it.
 
-        Of a collective, the future is kept: gloo completes a collective whatever becomes of its Work, and the future shows it.
+        The future of a collective is kept: gloo completes a collective even if its Work is dropped, and the future shows that.
         """
         if not self.ends_by_wait and not self.is_message:
-            self._find = lambda: work  # on a device the backend keeps the Work itself, until the device is done
+            self._find = lambda: work  # on a device, the backend itself keeps the Work until it is done
             return
         self._future = None if self.is_message else future_of(work)
         try:
             self._find = weakref.ref(work, on_drop)
-        except TypeError:  # a Work of Python that allows no weak references: what becomes of it is not known
+        except TypeError:  # a Work written in Python that allows no weak references: its state is unknown
             self._find = _gone
 
     def is_done(self) -> bool:
-        """Return whether the call has completed, and well. One that failed was never left: the other ranks still wait for it."""
+        """Return whether the call has completed without an error. A call that failed counts as not left: other ranks still wait."""
         work = self._find()
         if work is not None:
             return bool(work.is_completed()) and not _failed(future_of(work))
         return self._future is None or (self._future.done() and not _failed(self._future))
 
     def outlives_its_work(self) -> bool:
-        """Return whether the call goes on without the Work, which has just been dropped."""
+        """Return whether the call continues although its Work has just been dropped."""
         return self._future is not None and not self._future.done()
 
 
 def _gone() -> None:
-    """Return None, as a weak reference to what has gone."""
+    """Return None, as a weak reference to a freed object does."""
     return
 
 
 def future_of(work: Any) -> Any:
-    """Return the future of a Work; None where its backend has none (some have none for sends and receives)."""
+    """Return the future of a Work; None if its backend provides none (some do not for sends and receives)."""
     try:
         return work.get_future()
     except (RuntimeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Records which keys of a store the main thread waits for, that it looks into one again and again, and where keys are set and
+"""Record which keys of a store the main thread waits for, whether it polls a store, and at which lines keys are set and
 awaited.
 """
 
@@ -20,16 +20,16 @@ from nsa.trace.frames import call_path
 
 LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
 _WAITS = ("wait", "get", "queue_pop")
-# torch takes these of the class of all stores for what a store of Python overrides, and calls them from the original.
+# Not wrapped in the class Store: torch would take the wrappers for overrides of a store written in Python.
 _WAITS_OF_A_CLASS = ("multi_get", "barrier")
 _LOOKS = ("check", "add", "num_keys")
 _SETS = ("set", "append", "compare_set", "multi_set", "queue_push")
-_MOST_USES = 64  # lines and kinds of keys: of each the first and the last one is recorded
+_MOST_USES = 64  # lines and kinds of keys, for each of which the first and the last key is recorded
 _STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 
 
 class Limit:
-    """Until when the call that the main thread waits in may last, on the board; 0 where it has no limit."""
+    """The time at which the main thread's current wait ends by its limit, on the board; 0 without a limit."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -43,7 +43,7 @@ class Limit:
 class KeyUses:
     """The last key of each kind that each line used, and how many different ones in a row.
 
-    Keys are of one kind where they differ only in numbers: a helper sets keys of several.
+    Keys are of one kind if they differ only in numbers. A line in a helper may set keys of several kinds.
     """
 
     def __init__(self) -> None:
@@ -72,22 +72,22 @@ class StoreRecorder:
     def __init__(self, board: Board, limit: Limit) -> None:
         self._board = board
         self._limit = limit
-        self._looked = 0.0  # when the main thread last looked into a store
-        self._key = ""  # what the main thread waits for, or looked for last
+        self._looked = 0.0  # when the main thread last queried a store
+        self._key = ""  # the keys that the main thread waits for, or queried last
         self.keys_set = KeyUses()
         self.keys_awaited = KeyUses()
-        # Records the event, the key, the line and the number of keys: at the first key that a line sets, and at the end.
+        # Called with event, key, line and number of keys: at the first key that a line sets, and at the end of the test.
         self.on_use: Callable[[str, str, str, int], None] = _ignore
 
     def forget(self) -> None:
-        """Another test begins in this process, on a new board."""
+        """Reset for another test on a new board."""
         self._looked, self._key = 0.0, ""
         self.keys_set.clear()
         self.keys_awaited.clear()
         self.on_use = _ignore
 
     def install(self) -> None:
-        """Replace the methods. What torch's version does not have is skipped."""
+        """Replace the methods. Those that this version of torch lacks are skipped."""
         for name in _WAITS:
             self.wrap_wait(dist.Store, name)
         for name, kind in itertools.product(_WAITS_OF_A_CLASS, _STORES):
@@ -99,7 +99,7 @@ class StoreRecorder:
             self.wrap_set(dist.Store, name)
 
     def wrap_wait(self, kind: Any, name: str) -> None:
-        """Wrap a call of a class of stores that waits for keys: it has a limit, its own or the store's."""
+        """Wrap a method of a class of stores that waits for keys, with its time limit or the store's."""
         original = getattr(kind, name, None)
         if original is None:  # torch 2.6 has no queues, nor a barrier
             return
@@ -124,7 +124,7 @@ class StoreRecorder:
         setattr(kind, name, wait_for_a_key)
 
     def wrap_look(self, kind: Any, name: str) -> None:
-        """Wrap a call of a class of stores that returns at once: who makes it in a loop waits for another rank by hand."""
+        """Wrap a method of a class of stores that returns at once: a program that calls it in a loop polls for another rank."""
         original = getattr(kind, name)
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class StoreRecorder:
         setattr(kind, name, recorded)
 
     def wrap_set(self, kind: Any, name: str) -> None:
-        """Wrap a call of a class of stores that sets a key: its line is where a rank sets such keys, and would have set another."""
+        """Wrap a method of a class of stores that sets a key, to record the line at which a rank sets such keys."""
         original = getattr(kind, name, None)
         if original is None:
             return
@@ -156,7 +156,7 @@ class StoreRecorder:
         setattr(kind, name, recorded)
 
     def record_latest(self) -> None:
-        """Record the last key of each line: the test ends."""
+        """Record the last key of each line, at the end of the test."""
         for event, uses in (("key_set", self.keys_set), ("key_awaited", self.keys_awaited)):
             for row in uses.rows():
                 self.on_use(event, *row)
@@ -177,4 +177,4 @@ def _way() -> str:
 
 
 def _ignore(event: str, key: str, site: str, number: int) -> None:
-    """No use is recorded."""
+    """No-op."""

@@ -1,5 +1,5 @@
-"""Which line of the user's code sets a key, as ``group["lr"] = 0.01`` does, or names something: sought in the source, when it is
-known that one did.
+"""Find the line of the user's code that sets a key, as ``group["lr"] = 0.01`` does, or that contains a text. The source is searched
+when it is known that such a line has run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def line_that_sets(key: str) -> str:
-    """Return the line that sets ``...[key]`` in the files of the user's code that is running, ``file:line in function``: the first
-    of those of one function; '' where there is none, or several functions do.
+    """Return the first line that sets ``...[key]`` in the files of the running user code, ``file:line in function``; '' if there is
+    none, or if several functions set it.
     """
     files = dict.fromkeys(frame.f_code.co_filename for frame in user_frames(sys._getframe(1)))
     found = [line for file in files for line in _lines_that_set(file, key)]
@@ -25,14 +25,14 @@ def line_that_sets(key: str) -> str:
 
 
 def line_that_names(text: str) -> str:
-    """Return the innermost line of the user's code that is running and has ``text``, ``file:line in function``; '' for none."""
+    """Return the innermost running line of the user's code that contains ``text``, ``file:line in function``; '' without one."""
     frames = user_frames(sys._getframe(1))
     return next((describe(f) for f in frames if text in linecache.getline(f.f_code.co_filename, f.f_lineno)), "")
 
 
 @functools.lru_cache(maxsize=32)
 def functions_of(file: str) -> tuple[Function, ...]:
-    """Return the functions of a file's source, an inner one after its outer one; () where it cannot be parsed."""
+    """Return the functions of a file's source, an inner one after its outer one; () if it cannot be parsed."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,5 +1,5 @@
-"""Which lines of the user's code change parameters or gradients by themselves, outside of an optimizer's step: sought in the source
-around that step, for replicas that differ though their gradients were reduced.
+"""Find the lines of the user's code that change parameters or gradients outside of an optimizer's step. The source around that step
+is searched, for replicas that differ though their gradients were reduced.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _OF_PARAMETERS = re.compile(
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of parameters or of gradients at ``place``; ``call`` is the line of the running function that leads there, and
-    ``condition`` that of the innermost ``if`` on the way, '' where there is none: each is ``file:line in function``. ``by_rank``:
-    one of the conditions on the way asks for the rank.
+    ``condition`` that of the innermost ``if`` on the path, '' without one: each is ``file:line in function``. ``by_rank``: one of
+    the conditions on the path tests the rank.
     """
 
     of: str  # "parameter" or "gradient"
@@ -39,7 +39,7 @@ class Change:
     by_rank: bool
 
     def as_list(self) -> list[str]:
-        """As a record of checksums has it."""
+        """Return the form in which a record of checksums has it."""
         return [self.of, self.place, self.call, self.condition, "rank" if self.by_rank else ""]
 
 
@@ -55,18 +55,18 @@ def changes_around(attributes: frozenset[str]) -> list[list[str]]:
 
 @functools.lru_cache(maxsize=256)
 def _in_function(file: str, name: str, line: int, attributes: frozenset[str]) -> tuple[Change, ...]:
-    """Return the changes in a function of a file, around a line that it is at."""
+    """Return the changes in a function of a file, which is running at ``line``."""
     functions = functions_of(file)
     running = [f for f in functions if f.name == name and f.lineno <= line <= (f.end_lineno or f.lineno)]
     if not running:
         return ()
-    way = frozenset(f.name for f in running)  # what leads to the step is no change outside of it
+    way = frozenset(f.name for f in running)  # not searched again: they lead to the step itself
     return tuple(_Search(file, functions, attributes).in_function(running[-1], _Under("", by_rank=False), way))
 
 
 @dataclass(frozen=True, slots=True)
 class _Under:
-    """The innermost ``if`` on the way, and whether one of those on it asks for the rank."""
+    """The innermost ``if`` on the path, and whether one of the conditions on the path tests the rank."""
 
     line: str
     by_rank: bool
@@ -74,14 +74,14 @@ class _Under:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """A search for changes in the functions of a file, of a model whose parameters have the names ``attributes``."""
+    """A search for changes in the functions of a file; ``attributes`` are the names of the model's parameters."""
 
     file: str
     functions: tuple[Function, ...]
     attributes: frozenset[str]
 
     def in_function(self, function: Function, under: _Under, way: frozenset[str]) -> Iterator[Change]:
-        """Yield the changes in a function, under a condition, and in those that it calls; ``way`` has who calls it, and itself."""
+        """Yield the changes in a function, under a condition, and in those that it calls; ``way``: its name and its callers'."""
         yield from self._in_block(function.body, function.name, _parameters_of(function), under, way)
 
     def _in_block(
@@ -111,7 +111,7 @@ class _Search:
         return "parameter" if is_one or _OF_PARAMETERS.search(receiver) else ""
 
     def _called_in(self, node: ast.AST, way: frozenset[str]) -> Iterator[Function]:
-        """Yield the functions of the file that an expression may call, by their names: of a method also those of other classes."""
+        """Yield the functions of the file that an expression may call, by name; for a method, also those of other classes."""
         for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
             name = _called_name(call)
             if isinstance(call.func, ast.Name) and all(f.name != name for f in self.functions):
@@ -121,7 +121,7 @@ class _Search:
 
 
 def _own(statement: ast.stmt) -> list[ast.AST]:
-    """Return what a statement's own lines evaluate: of one with a body, what comes before it."""
+    """Return the nodes that a statement evaluates itself; for a statement with a body, those before the body."""
     if isinstance(statement, Function | ast.ClassDef):
         return []
     if not _blocks(statement):
@@ -138,7 +138,7 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _parameters_of(function: ast.AST) -> set[str]:
-    """Return the variables of a function that are parameters, one after the other: ``for name, v in model.named_parameters()``."""
+    """Return the variables of loops over parameters in a function: ``for name, v in model.named_parameters()``."""
     found: set[str] = set()
     for loop in (n for n in ast.walk(function) if isinstance(n, ast.For | ast.comprehension)):
         pairs = [(loop.target, loop.iter)]
@@ -151,7 +151,7 @@ def _parameters_of(function: ast.AST) -> set[str]:
 
 
 def _changed_in(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield what is changed in place in an expression or an assignment, as its source has it, and at which line."""
+    """Yield (source text, line) of each object that an expression or an assignment changes in place."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call):
             name = _called_name(inner)

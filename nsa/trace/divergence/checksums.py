@@ -1,9 +1,9 @@
 """Checksums of what must be equal on all ranks: gradients after DDP has reduced them, parameters after an optimizer's step.
 
 A record is a line of JSON in ``checksums.jsonl``: kind, step, the ranks that DDP keeps equal, and the L2 norm of each tensor;
-the first one of a model has the names too. A number that is not finite is a text: 'nan', 'inf' or '-inf'. Compared is what DDP
-answers for: steps whose gradients it reduced, and those of a model that is called past its wrapper, so that DDP did not reduce
-them; and steps whose gradients the program has reduced by hand.
+a model's first record also has the names. A number that is not finite is a text: 'nan', 'inf' or '-inf'. Recorded are steps with
+gradients that DDP reduced, steps of a model that was called past its DDP wrapper, so that DDP did not reduce them, and steps with
+gradients that the program reduced by hand.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from nsa.trace.names import plain_name
 
 
 class Checksums:
-    """Writes the checksums of a rank. Costs three norms per tensor and step (of gradients, of what an update begins with, of
-    parameters) and, on a GPU, as many synchronisations: only on request.
+    """Writes the checksums of a rank, on request: it costs three norms per tensor and step (of the gradients, of the values before
+    an update, of the parameters) and, on a GPU, as many synchronisations.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,19 +57,19 @@ class Checksums:
         self._optimizer: Optimizer | None = None  # of the latest update
         self._by_hand = HandReduction()
         self._reduced_by_hand: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-        # By the model's number, its parameters at the latest update, where nothing was reduced since. They outlive the model.
+        # By the model's number, its parameters at the latest update, if nothing was reduced since. They may outlive the model.
         self._unchecked: dict[int, Seen] = {}
-        # Models that DDP has reduced, or whose parameters may have been averaged by the program.
+        # Models that DDP has reduced, or that the program may have averaged.
         self._met: set[int] = set()
         self._called_at: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # past a wrapper
-        # What models were when they were first called, and the line that made them; {} where they had a wrapper.
+        # The norms of models at their first call, and the line that made them; {} if they had a wrapper.
         self._begun: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, object]] = weakref.WeakKeyDictionary()
         self._state = TrainingState()
-        self._before: dict[int, list[float]] = {}  # by model, of the update that runs
+        self._before: dict[int, list[float]] = {}  # by model: the sums of norms before the running update
         keep(self._state)
 
     def called(self, root: torch.nn.Module) -> None:
-        """A module is called, from outside any other, to be trained."""
+        """Note that a module is called from outside any other, in training."""
         if self._has_updated:
             self._trained, self._has_updated = [], False
             self._by_hand.forget()
@@ -91,24 +91,24 @@ class Checksums:
                     self._reduced_by_hand[root] = of
 
     def after_backward(self, step: int) -> None:
-        """The gradients in what has been called since the last backward, where DDP has just reduced them."""
+        """Record the gradients of the models called since the last backward, if DDP has just reduced them."""
         for root in alive(self._called):
             for ddp in ddp_models_in(root):
                 if keeps_equal(ddp):
                     self._met.add(self._number_of(ddp))
-                    # What is reduced now was computed with the parameters that local steps left.
+                    # These gradients were computed with the parameters that local steps left, so record those first.
                     if self._unchecked.pop(self._number_of(ddp), None) is not None:
                         self._write("parameter", step, ddp, ddp)
                     self._write("gradient", step, ddp, ddp)
             if (group := self._reduced_by_hand.pop(root, None)) is not None:
-                # Updated without an optimizer, if at all. What the forward itself gathers is there after it.
+                # No optimizer's step followed the reduction by hand: record the parameters now.
                 self._write_of("by_hand", step, root, root, (), group)
         for reference in self._called:
             add(self._trained, reference)
         self._called = []
 
     def before_update(self) -> None:
-        """What an update begins with: the sums of the norms of parameters and of gradients, to find what changed them before."""
+        """Keep the sums of the norms of parameters and gradients before an update, to detect changes made outside of it."""
         for root in alive(self._trained):
             inside = [(ddp, ddp.module, ddp.parameters_to_ignore) for ddp in ddp_models_in(root)]
             is_ddp_s = bool(inside) or wrapper_of(root) is not None
@@ -122,7 +122,7 @@ class Checksums:
                 self._before[self._number_of(model)] = sums
 
     def after_update(self, step: int, optimizer: Optimizer) -> None:
-        """The parameters in what was trained, where DDP keeps them equal; after local steps it does not."""
+        """Record the parameters of the trained models, if DDP keeps them equal; after local steps it does not."""
         self._has_updated, self._optimizer = True, optimizer
         for root in alive(self._trained):
             self._reduced_by_hand.pop(root, None)
@@ -143,7 +143,7 @@ class Checksums:
         self._before.clear()
 
     def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
-        # The names to ignore are those in the module that it wraps.
+        # DDP's names to ignore are names in the wrapped module.
         self._write_of(kind, step, root, ddp.module, ddp.parameters_to_ignore, ddp.process_group)
 
     def _write_of(
@@ -154,7 +154,7 @@ class Checksums:
             self._report.append(kind, seen, self._numbers.joins, self._news_of(root))
 
     def _news_of(self, root: torch.nn.Module) -> dict[str, object]:
-        """Return what a model's update is made from, except for gradients, as far as it is not what was last written."""
+        """Return what a model's update depends on, except gradients, as far as it has changed since the last record."""
         number, now = self._number_of(root), self._state.of(root, self._optimizer)
         now |= {"begun": begun} if (begun := self._begun.get(root)) else {}
         now |= {"added": added} if (added := self._added_since_wrapped(root)) else {}
@@ -164,7 +164,7 @@ class Checksums:
         return self._report.changes(number, now) | ({"before": self._before[number]} if number in self._before else {})
 
     def _added_since_wrapped(self, root: torch.nn.Module) -> list[list[str]]:
-        """Return the parameters that DDP does not know, as a model got them after it was wrapped, and the lines that made them."""
+        """Return the parameters that were added to a model after DDP wrapped it, and the lines that made them."""
         found: list[list[str]] = []
         for ddp in ddp_models_in(root):
             known = {id(p) for p in getattr(ddp, "_module_parameters", ())}
@@ -177,7 +177,7 @@ class Checksums:
     def _look(
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
     ) -> Seen:
-        """Return what is compared of a model, its gradients or its parameters; no number is read yet."""
+        """Return the gradients or parameters of a model that are compared; their numbers are not read yet."""
         kept = compared(module, ignored, with_frozen=kind != "by_hand")
         of_gradients = [p.grad for _, p in kept if p.requires_grad]
         tensors = of_gradients if kind == "gradient" else [p.detach() for _, p in kept]
@@ -191,9 +191,9 @@ class Checksums:
         return self._numbers.of(root)
 
     def close(self) -> None:
-        """No more is written, except for the parameters of models that DDP has never reduced, nor the program averaged.
+        """Write the parameters of models that neither DDP has reduced nor the program averaged, and close the file.
 
-        Local SGD leaves them unlike each other between two averages, and rightly so.
+        Other models may be in the middle of local steps (local SGD), where different parameters are correct.
         """
         for seen in self._unchecked.values():
             if seen.model not in self._met and not self._report.is_full:

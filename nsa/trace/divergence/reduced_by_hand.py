@@ -1,7 +1,7 @@
-"""Finds that a program reduces its model's gradients by hand, without DDP: its parameters must then be equal on all ranks, too.
+"""Detect that a program reduces its model's gradients by hand, without DDP: its parameters must then be equal on all ranks, too.
 
-Known by the gradients themselves: each is all-reduced where it lies, or all of them in one tensor of their size and norm. What
-averages parameters (local SGD), statistics, or the gradients of some parameters alone is none of it.
+Detected by the gradients: each is all-reduced in place, or all of them in one tensor of their size and norm. Averages of parameters
+(local SGD), of statistics, or of the gradients of only some parameters do not count.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-SMALLEST = 16  # numbers in all: the loss of a model with fewer may have as many
-_CLOSE = 1e-3  # relative, of a norm: the sum of the squares in another order
+SMALLEST = 16  # numbers in total: with fewer, a loss may have the same size as the gradients
+_CLOSE = 1e-3  # relative difference of a norm: the squares may be summed in another order
 
 
 class HandReduction:
@@ -28,12 +28,12 @@ class HandReduction:
         )
 
     def forget(self) -> None:
-        """A model is called: what is reduced from now on belongs to its next update."""
+        """Reset when a model is called: later reductions belong to its next update."""
         self._whole.clear()
         self._in_place.clear()
 
     def reduced(self, group: Any, tensors: Iterable[Any], roots: Iterable[torch.nn.Module]) -> None:
-        """Take note of an all-reduce of ``tensors``, before it is made, among the ranks of ``group``."""
+        """Note an all-reduce of ``tensors`` among the ranks of ``group``, before it starts."""
         numbers = [t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point() and not t.is_sparse]
         self._in_place.update((tensor.data_ptr(), group) for tensor in numbers)
         for root in roots:
@@ -45,8 +45,8 @@ class HandReduction:
                 self._whole[root] = group
 
     def may_be_whole(self, root: torch.nn.Module, tensors: Iterable[Any]) -> bool:
-        """Return whether, with the all-reduce of ``tensors``, all gradients of a model may have been reduced: as a rule with that
-        of the first or the last of them. To look after each would cost their number squared.
+        """Return whether the all-reduce of ``tensors`` may complete the reduction of all gradients of a model: usually it is that
+        of the first or the last parameter. A check after each all-reduce would cost the square of their number.
         """
         if root in self._whole:
             return True
@@ -56,7 +56,7 @@ class HandReduction:
         return any(isinstance(t, torch.Tensor) and not t.is_sparse and t.data_ptr() in ends for t in tensors)
 
     def group_of(self, root: torch.nn.Module) -> Any:
-        """Return the group in which all gradients of a model were reduced; None where they were not."""
+        """Return the group in which all gradients of a model were reduced; None if they were not."""
         gradients = gradients_of(root)
         if sum(g.numel() for g in gradients) < SMALLEST:
             return None
@@ -67,19 +67,19 @@ class HandReduction:
 
 
 def _ends_of(root: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    """Return the first and the last parameter of a model that are trained."""
+    """Return the first and the last trained parameter of a model."""
     trained = [p for p in root.parameters() if p.requires_grad]
     return (trained[0], trained[-1]) if trained else ()
 
 
 def gradients_of(root: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the gradients that a model has; [] where some are of tensors that are shared out among ranks, or sparse."""
+    """Return the gradients of a model; [] if some are sharded over ranks, or sparse."""
     found = [p.grad for p in root.parameters() if p.requires_grad and p.grad is not None]
     return [] if any(hasattr(g, "placements") or g.is_sparse for g in found) else found
 
 
 def _has_norm_of(tensor: torch.Tensor, gradients: list[torch.Tensor], size: int) -> bool:
-    """Return whether a tensor has the norm of gradients, or of these divided by the number of ranks."""
+    """Return whether a tensor has the norm of gradients, or of the gradients divided by the number of ranks."""
     norms = torch._foreach_norm(gradients)
     expected, found = (float(torch.stack([n.float() for n in ns]).norm()) for ns in (norms, [tensor.norm()]))
     return any(math.isclose(found * factor, expected, rel_tol=_CLOSE) for factor in (1.0, float(size)))

@@ -11,17 +11,17 @@ from nsa.trace.events import where_there_is_room
 from nsa.trace.files import close, open_to_append, write
 from nsa.trace.strict_json import to_json
 
-MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
+MAX_BYTES = 64 << 20  # then no more is written: models that diverge do so early
 
 
 class Report:
-    """Writes records. What is written of a model is repeated only where it has changed."""
+    """Writes records. Fields of a model are repeated only if they have changed."""
 
     def __init__(self, folder: Path) -> None:
         self._file = open_to_append(folder / "checksums.jsonl")
         self._size = 0
-        self._named: set[int] = set()  # of the models, those whose names are written
-        self._written: dict[int, dict[str, object]] = {}  # by model, what was last written of it
+        self._named: set[int] = set()  # models with names that are written already
+        self._written: dict[int, dict[str, object]] = {}  # by model, the fields that were last written
 
     @property
     def is_full(self) -> bool:
@@ -29,14 +29,14 @@ class Report:
         return self._size > MAX_BYTES
 
     def changes(self, model: int, now: Mapping[str, object]) -> dict[str, object]:
-        """Return what is not as it was last written of a model, and take it as written."""
+        """Return the fields of a model that have changed since they were last written, and remember them as written."""
         written = self._written.setdefault(model, {})
         news = {name: value for name, value in now.items() if written.get(name) != value}
         written.update(news)
         return news
 
     def append(self, kind: str, seen: Seen, joins: int = 0, news: Mapping[str, object] = MappingProxyType({})) -> None:
-        """Write the norms of what is compared. Reads the numbers, on a GPU with a synchronisation."""
+        """Write the norms of the tensors in ``seen``. Reads the numbers, on a GPU with a synchronisation."""
         found = iter(norms_of([t for t in seen.tensors if t is not None and not t.is_sparse]))
         values = [next(found) if t is not None and not t.is_sparse else None for t in seen.tensors]
         record: dict[str, object] = {

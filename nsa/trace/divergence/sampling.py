@@ -1,4 +1,4 @@
-"""What is compared of a model: which of its tensors, under which number, among which ranks."""
+"""What is compared of a model: which tensors, under which number of the model, among which ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nsa.trace.names import plain_name
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What of a model is to be compared: in which step, at which line of the user's code, among which ranks."""
+    """The tensors of a model that are compared, with the step, the user's line, and the ranks."""
 
     step: int
     site: str
@@ -29,17 +29,17 @@ class Seen:
 
 
 class Numbers:
-    """The numbers of models. One that is called past its wrapper has its wrapper's, and after a `Join` each model has another one,
-    as ranks have made as many steps in it as each had data.
+    """The numbers of models. A model that is called past its wrapper has the wrapper's number. After a `Join` each model gets a new
+    number, as each rank has made as many steps in it as it had data.
     """
 
     def __init__(self) -> None:
         self.joins, self._joins_before = 0, _joins_made
-        self._count = 0  # of the models so far, also of those that are gone
+        self._count = 0  # of the models so far, including freed ones
         self._numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
     def has_joined(self) -> bool:
-        """Return whether a `Join` has ended since the last call: the numbers until then are not used again."""
+        """Return whether a `Join` has ended since the last call; if so, forget all numbers."""
         joins = _joins_made - self._joins_before
         if self.joins == joins:
             return False
@@ -62,7 +62,7 @@ def norms_of(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def norms_at_start(model: torch.nn.Module) -> list[float]:
-    """Return the norms of a model's parameters. Detached: the forward that has begun must save nothing more than it would."""
+    """Return the norms of a model's parameters. Detached, so that the running forward saves no additional tensors."""
     plain = (p for p in model.parameters() if type(p) is torch.nn.Parameter and not p.is_meta and not p.is_sparse)
     return norms_of([p.detach() for p in plain])
 
@@ -79,8 +79,8 @@ def alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Modul
 def compared(
     module: torch.nn.Module, ignored: Collection[str], *, with_frozen: bool
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of a model that ranks are compared by, and their names: those that are trained, then, as a name has one
-    place among gradients and among parameters, those that are not. Of these no whole numbers, which have no norm.
+    """Return the names and parameters of a model that are compared: first the trained ones, so that a name has one index among
+    gradients and among parameters, then the frozen ones that are floating point, as integers have no norm.
     """
     named = [(plain_name(n), p) for n, p in module.named_parameters() if n not in ignored]
     frozen = [(n, p) for n, p in named if with_frozen and not p.requires_grad and p.is_floating_point()]
@@ -88,12 +88,12 @@ def compared(
 
 
 def attributes_of(root: torch.nn.Module) -> frozenset[str]:
-    """Return the names under which modules have a model's parameters."""
+    """Return the attribute names of a model's parameters in their modules."""
     return frozenset(name.rpartition(".")[2] for name, _ in root.named_parameters())
 
 
 def keeps_equal(ddp: DistributedDataParallel) -> bool:
-    """Not under no_sync, nor under torch's hook for local SGD, which reduces in subgroups."""
+    """Return whether DDP keeps replicas equal: not under no_sync, nor with torch's hook for local SGD, which uses subgroups."""
     reduces = getattr(ddp, "require_forward_param_sync", ddp.require_backward_grad_sync)  # as its last forward found it
     return reduces and not averages_in_subgroups(ddp)
 
@@ -104,7 +104,7 @@ def averages_in_subgroups(ddp: DistributedDataParallel) -> bool:
 
 
 def may_average(tensors: Any, parameters: list[torch.Tensor | None]) -> bool:
-    """Return whether an all-reduce has a tensor as large as the largest parameter: one of them, or many in one."""
+    """Return whether an all-reduce has a tensor as large as the largest parameter or larger: it may hold parameters."""
     largest = max((p.numel() for p in parameters if p is not None), default=0)
     reduced = tensors if isinstance(tensors, list | tuple) else [tensors]
     return any(isinstance(t, torch.Tensor) and t.numel() >= largest for t in reduced)
@@ -117,7 +117,7 @@ _joins_made = 0  # in this process
 
 
 def remember_wrappers() -> None:
-    """From now on it is known which modules DDP wraps, also of those that are never called through it, and which joins are over."""
+    """Record from now on which modules DDP wraps, even if they are never called through it, and how many joins have ended."""
     init = DistributedDataParallel.__init__
 
     @functools.wraps(init)

@@ -1,6 +1,6 @@
-"""What an update depends on, except gradients: the optimizer's settings and who set them, and the states that were loaded.
+"""What an update depends on, except gradients: the optimizer's settings, the lines that set them, and the states that were loaded.
 
-Where ranks diverge, what they loaded or set otherwise is why. Kept while a rank writes checksums, and only then.
+If ranks diverge, a difference in these may be the reason. Recorded only while a rank writes checksums.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from nsa.trace.divergence.assignments import line_that_sets
 from nsa.trace.frames import call_site, describe, user_frames
 
-MOST = 64  # loads of a test that are kept
+MOST = 64  # loads per test that are kept
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A ``load_state_dict`` that the user's code has called: of ``what``, at ``site``; the ``norm`` of the state's numbers, and the
-    ``error`` that it raised, if it did.
+    """A call of ``load_state_dict`` by the user's code: the kind of object (``what``), the line (``site``), the ``norm`` of the
+    state's numbers, and the ``error`` that it raised, or ''.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Load:
     owner: weakref.ref[Any]
 
     def as_list(self) -> list[object]:
-        """As a record of checksums has it."""
+        """Return the form in which a record of checksums has it."""
         return [self.what, self.site, self.norm, self.error]
 
 
@@ -53,7 +53,7 @@ class TrainingState:
         self._is_loading = False
 
     def load(self, what: str, owner: Any, state: Any, call: Callable[[], Any]) -> Any:
-        """Load a state by ``call``, and take note of it: of the outermost call alone, as a model loads its modules'."""
+        """Load a state by ``call`` and record it. Only the outermost call counts, as a model also loads its modules' states."""
         __tracebackhide__ = True
         if self._is_loading or len(self._loads) >= MOST:
             return call()
@@ -69,12 +69,12 @@ class TrainingState:
             self._loads.append(Load(what, site, norm, error, weakref.ref(owner)))
 
     def made_equal(self, model: torch.nn.Module) -> None:
-        """DDP has given a model the parameters of one rank: what was loaded into it before is no matter."""
+        """Forget what was loaded into a model, because DDP has broadcast the parameters of one rank to all."""
         own = {id(p) for p in model.parameters()}
         self._loads = [load for load in self._loads if load.what != "model" or not _concerns(load.owner(), own)]
 
     def made_module(self, module: torch.nn.Module, make: Callable[[], None]) -> None:
-        """Begin to make a module by ``make``, and take note of the user's line that does: not of the module's own ``__init__``."""
+        """Make a module by ``make``, and record the user's line that makes it, outside of any ``__init__``."""
         make()
         frames = user_frames(sys._getframe(2))
         line = describe(next((f for f in frames if f.f_code.co_name != "__init__"), None))
@@ -82,18 +82,18 @@ class TrainingState:
         made_at[number] = weakref.ref(module, lambda _: made_at.pop(number, None)), line
 
     def made_at(self, module: torch.nn.Module) -> str:
-        """Return the user's line that made a module, '' where it is not known."""
+        """Return the user's line that made a module; '' if unknown."""
         made, line = self._made_at.get(id(module), (None, ""))
         return line if made is not None and made() is module else ""
 
     def made(self, optimizer: Optimizer, make: Callable[[], None]) -> None:
-        """Make an optimizer by ``make``, and take note of the user's line."""
+        """Make an optimizer by ``make``, and record the user's line and the settings."""
         make()
         self._set_at[optimizer] = call_site(2)
         self._settings[optimizer] = [_settings(group) for group in optimizer.param_groups]
 
     def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
-        """Let a scheduler step by ``call``, and take note where it changed its optimizer's learning rates."""
+        """Step a scheduler by ``call``; if that changes its optimizer's learning rates, record the user's line."""
         __tracebackhide__ = True
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, Optimizer):  # a user's own kind
@@ -106,7 +106,7 @@ class TrainingState:
         return result
 
     def _settings_of(self, optimizer: Optimizer) -> list[dict[str, object]]:
-        """Return the settings of an optimizer. Of one that the program has changed by itself, the line is sought in its source."""
+        """Return the settings of an optimizer. If the program has changed them directly, find the line in its source."""
         settings = [_settings(group) for group in optimizer.param_groups]
         before = self._settings.get(optimizer, settings)
         changed = {
@@ -118,7 +118,7 @@ class TrainingState:
         return settings
 
     def of(self, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, object]:
-        """Return what a model's update is made from: its ``loads``, and the ``settings`` of its optimizer, ``set_at`` a line."""
+        """Return what a model's update depends on: its ``loads``, and the ``settings`` of its optimizer, set at line ``set_at``."""
         found: dict[str, object] = {}
         if self._loads:
             own = {id(p) for p in model.parameters()}
@@ -133,19 +133,19 @@ _current: TrainingState | None = None
 
 
 def keep(state: TrainingState | None) -> None:
-    """Let what is loaded and set from now on be noted in ``state``; nowhere, where it is None."""
+    """Record loads and settings in ``state`` from now on; with None, do not record them."""
     global _current
     _current = state
 
 
 def made_equal(model: torch.nn.Module) -> None:
-    """DDP has wrapped a model."""
+    """Record that DDP has wrapped a model."""
     if _current is not None:
         _current.made_equal(model)
 
 
 def watch_loads() -> None:
-    """Wrap what loads states and what sets learning rates, once a process."""
+    """Wrap the methods that load states and set learning rates, once per process."""
     for kind, what in ((torch.nn.Module, "model"), (Optimizer, "optimizer"), (torch.amp.GradScaler, "scaler")):
         _wrap_load(kind, what)
     for kind in [k for k in vars(lr_scheduler).values() if isinstance(k, type) and issubclass(k, LRScheduler)]:
@@ -196,7 +196,7 @@ def _wrap_step(kind: Any) -> None:
 
 
 def _concerns(owner: Any, parameters: set[int]) -> bool:
-    """Return whether what was loaded belongs to a model, its optimizer, or a scaler or scheduler, of which it is not known."""
+    """Return whether a loaded object belongs to a model: the model, its optimizer, or any scaler or scheduler."""
     if owner is None:
         return False
     if isinstance(owner, torch.nn.Module):
@@ -207,7 +207,7 @@ def _concerns(owner: Any, parameters: set[int]) -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, object]:
-    """Return the numbers that a group of parameters is updated by."""
+    """Return the settings of a parameter group that are compared."""
     return {name: _plain(group[name]) for name in _SETTINGS if name in group}
 
 
@@ -218,7 +218,7 @@ def _plain(value: Any) -> object:
 
 
 def _norm_of(state: Any) -> float:
-    """Return the L2 norm of all numbers in a nested state; 0 where it has none."""
+    """Return the L2 norm of all numbers in a nested state; 0 without any."""
     return math.sqrt(sum(_squares(state)))
 
 

@@ -1,8 +1,7 @@
-"""The rounds of the loops that the main thread is in: the values of their counters, written when the monitor asks for them, and
-with an exception.
+"""The counters of the loops that the main thread is in: written when the monitor requests them, and with an exception.
 
-The monitor asks when it ends a test. Not before: looking at a function's locals keeps them alive (until Python 3.13 as long as
-it runs).
+The monitor requests them when it ends a test. Not before: reading a function's locals keeps them alive (before Python 3.13, as
+long as the function runs).
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ FILE = "counters.json"
 REQUEST = "counters.asked"
 MOST_FRAMES = 64
 MOST_STREAMS = 8  # of a frame
-LARGEST = 1 << 53  # as JSON's readers hold it exactly
+LARGEST = 1 << 53  # JSON readers represent smaller numbers exactly
 
 
 @functools.cache
 def counted_names(code: CodeType) -> tuple[str, ...]:
-    """Return the variables of a function that a ``for`` sets, or that are added to (``n += 1``), by its byte code."""
+    """Return the variables of a function that a ``for`` assigns, or that are incremented (``n += 1``), by its byte code."""
     found: dict[str, None] = {}
     sets = False
     for instruction in dis.get_instructions(code):
@@ -39,7 +38,7 @@ def counted_names(code: CodeType) -> tuple[str, ...]:
         if name == "FOR_ITER" or (name == "BINARY_OP" and instruction.argrepr == "+="):
             sets = True
         elif sets and name.startswith("STORE_") and name not in ("STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE"):
-            # Two in one instruction, from Python 3.13 on; the second may be one that it loads.
+            # From Python 3.13 on, an instruction may have two names; the second may be one that it loads.
             both = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
             found.update(dict.fromkeys(both[: 1 if "LOAD" in name else 2]))
         elif name not in ("UNPACK_SEQUENCE", "CACHE", "EXTENDED_ARG", "NOT_TAKEN"):
@@ -57,7 +56,7 @@ def counters_of(frame: FrameType) -> dict[str, int]:
 
 
 def _streams_of(frame: FrameType) -> list[str]:
-    """Return where the user's generators are that a looping function has in its variables: one of them may be without an end."""
+    """Return the locations of the user's generators in the variables of a function with a loop: one of them may be endless."""
     if not counted_names(frame.f_code):
         return []
     generators = [v for v in frame.f_locals.values() if isinstance(v, GeneratorType) and v.gi_frame is not None]
@@ -65,13 +64,13 @@ def _streams_of(frame: FrameType) -> list[str]:
 
 
 def write_counters(folder: Path, thread: int) -> None:
-    """Write the user's frames of a thread, outermost first, with their counters, and the files that its innermost loop looks for;
-    written to another file, which is renamed.
+    """Write counters.json: the user's frames of a thread, outermost first, with their counters, and the files that its innermost
+    loop looks for.
     """
     inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
     frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
-    with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same
+    with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test is ended all the same
         write_atomically(folder / FILE, json.dumps(found))
         files = files_looked_for(sys._current_frames().get(thread))  # afterwards: a file system may not answer
         if files:
@@ -92,5 +91,5 @@ def counters_at(error: BaseException) -> list[dict[str, object]]:
 
 
 def is_requested(folder: Path) -> bool:
-    """Return whether the monitor asks for the counters."""
+    """Return whether the monitor requests the counters."""
     return os.path.exists(folder / REQUEST)

@@ -1,4 +1,4 @@
-"""Exceptions that end a test, or a thread of it, as a rank writes them down: their text, where they were raised, after what."""
+"""Record exceptions that end a test, or a thread of it: their text, where they were raised, and their causes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SIDE_LINES = 32  # lines of other threads
 
 
 def cut(text: str) -> str:
-    """Return ``text`` up to a limit that reports can carry; the rest is counted in its place."""
+    """Return ``text``; if it has more than `MAX_TEXT` characters, its middle is replaced by the number of omitted ones."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2
@@ -29,7 +29,7 @@ def cut(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return ``str(error)``, cut, of a group with those in it; also of an error whose __str__ fails."""
+    """Return ``str(error)``, cut; for a group with the exceptions in it; a replacement text if __str__ fails."""
     try:
         text = str(error)
     except Exception as failure:
@@ -40,7 +40,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _user_line(frames: traceback.StackSummary, *, recursion: bool = False) -> traceback.FrameSummary | None:
-    """Return the innermost frame of the user's code; of a recursion the one that recurs most."""
+    """Return the innermost frame of the user's code; for a recursion, the most frequent one."""
     if recursion:
         lines = Counter((f.filename, f.lineno) for f in frames if is_user_file(f.filename))
         most = lines.most_common(1)[0][0] if lines else None
@@ -49,7 +49,7 @@ def _user_line(frames: traceback.StackSummary, *, recursion: bool = False) -> tr
 
 
 def origin(error: BaseException) -> dict[str, str]:
-    """Return the user's line that raised, and what the exception was raised after, '' where it was by itself."""
+    """Return the user's line that raised, and the message of the exception's cause or context, '' without one."""
     place = _user_line(traceback.extract_tb(error.__traceback__))
     before = error.__cause__ or error.__context__
     return {
@@ -59,7 +59,7 @@ def origin(error: BaseException) -> dict[str, str]:
 
 
 def record_thread_exception(folder: Path, error: BaseException, owner: str, future: int) -> None:
-    """Append an exception of a thread but the main one, or of a task; ``future``: the number of the one that keeps it, or 0."""
+    """Append an exception of a side thread or a task; ``future``: the number of the future that keeps it, or 0."""
     frames = traceback.extract_tb(error.__traceback__)
     place = _user_line(frames)
     record(
@@ -78,8 +78,8 @@ def _side_threads() -> list[str]:
 def record_exception(
     folder: Path, error: BaseException, when: str, test: traceback.FrameSummary | None = None, **more: str
 ) -> None:
-    """Append an exception with the innermost line of the user's code, its stack with the counters of its loops, and the lines that
-    other threads are in; and ``more`` fields. ``test`` is the location where no line of the user's is on its stack.
+    """Append an exception with the innermost line of the user's code, its stack with the counters of its loops, the lines that
+    other threads are in, and ``more`` fields. ``test`` is the location to use if no user's line is on its stack.
     """
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
@@ -100,7 +100,7 @@ def record_exception(
         line=place.lineno if place else 0,
         function=place.name if place else "",
         raised_in=frames[-1].filename if frames else "",
-        # A worker that dies while it hands over a batch is known first by its socket's error.
+        # If a worker dies while it sends a batch, the first symptom is an error of its socket.
         in_loader=any(
             f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
         ),

@@ -1,6 +1,6 @@
 """The line at which a process ends or stops itself (``os._exit``, ``os.abort``, a signal to itself), noted before it does.
 
-Nothing runs in the process afterwards, and its last heartbeat may be 50 ms old.
+No code of the process runs afterwards, and its last heartbeat may be 50 ms old.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nsa.trace.frames import call_site
 
 
 def note_own_end(board: Board) -> None:
-    """Wrap what ends or signals this process: its line goes to ``board`` first."""
+    """Wrap the functions that end or signal this process, so that the calling line is written to ``board`` first."""
 
     def noting(call: Callable[..., Any], *, is_own: Callable[[tuple[Any, ...]], bool]) -> Callable[..., Any]:
         @functools.wraps(call)

@@ -1,4 +1,4 @@
-"""torch's flight recorder, written down where a rank is stalled. It needs the GIL."""
+"""Write torch's flight recorder when a rank is stalled. It needs the GIL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsa.trace.files import write_atomically
 BUFFER_VARIABLES = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",
-)  # today's name, and the one before torch 2.9
+)  # the second is its name before torch 2.9
 
 
 def is_recording() -> bool:
@@ -21,7 +21,7 @@ def is_recording() -> bool:
 
 
 def dump_flight_recorder(path: Path) -> bool:
-    """Write the recorder's entries as JSON; False where torch has none to give."""
+    """Write the recorder's entries as JSON; return False if torch has no recorder, or it is off."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None or not is_recording():
         return False

@@ -1,6 +1,6 @@
-"""What a process would run as it ends, and a rank of pytest does not: handlers at exit, and finalizers, that call a collective.
+"""Find exit handlers and finalizers that call a collective. A process runs them when it ends; a rank of pytest does not.
 
-Under torchrun such a call waits for ranks that may have gone.
+Under torchrun such a call waits for ranks that may have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _code(function: Any) -> Any:
 
 
 def collective_in(function: Any) -> str:
-    """Return the name of a collective that the user's function calls itself; '' where it calls none."""
+    """Return the name of a collective that the user's function itself calls; '' without one."""
     code = _code(function)
     if code is None or not is_user_file(code.co_filename):
         return ""
@@ -38,7 +38,7 @@ def collective_in(function: Any) -> str:
 
 @functools.cache
 def install() -> None:
-    """From now on, remember what is registered to run at exit. Once a process; a fork inherits it."""
+    """Remember the exit handlers that are registered from now on. Once per process; a fork inherits them."""
     register: Callable[..., Any] = atexit.register
     unregister: Callable[..., None] = atexit.unregister
 
@@ -57,12 +57,12 @@ def install() -> None:
 
 
 def forget() -> None:
-    """Another test begins in this process."""
+    """Reset for another test in this process."""
     _registered.clear()
 
 
 def lasting_handlers(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (what it is, where, collective): handlers at exit, and finalizers of living objects of the classes in ``names``.
+    """Yield (description, location, collective) of exit handlers, and of finalizers of live objects of the classes in ``names``.
 
     ``names`` are the globals of the test's module.
     """

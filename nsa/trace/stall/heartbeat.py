@@ -1,4 +1,4 @@
-"""A thread that beats: it shows that the interpreter runs, how late it is (the GIL), and the line of the main thread."""
+"""A thread that beats: it shows that the interpreter runs, how late a beat is (the GIL), and the line of the main thread."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ from nsa.trace.stall.stacks import Place, as_dump, look
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
-CHANGES = (
-    100  # that are written each for itself; then a quick loop would write tens of megabytes a minute, and wait for it:
-)
-CHANGE_EVERY = 0.05  # seconds
-MEMORY_EVERY = 0.1  # seconds: lines between have what was read last
+CHANGES = 100  # of phase that are written one by one; after that a fast loop would write tens of megabytes per minute
+CHANGE_EVERY = 0.05  # seconds between lines after that
+MEMORY_EVERY = 0.1  # seconds; lines in between repeat the last values
 STALL_S = 0.8
 STALL_AGAIN_S = 2.0
 DUMP_REQUEST = "dump.asked"
@@ -38,11 +36,11 @@ REST_S = 3.0  # in which the monitor dumps the stacks
 
 
 class Heartbeat:
-    """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase, of phases
-    that follow each other within 50 ms at the last one, after the first 100.
+    """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` every second and at each new phase; after the
+    first 100 phases, only at the last of phases that follow each other within 50 ms.
 
-    Where the main thread is stalled, the stacks of all threads go to ``stall`` (a path; None: nowhere): no process has to
-    disturb the rank for them.
+    If the main thread is stalled, the stacks of all threads are written to ``stall`` (a path, or None), so that no other process
+    has to disturb the rank for them.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class Heartbeat:
         self._moves_seen: tuple[int, ...] = ()
         self._since = monotonic()
         self._written = 0.0
-        # Code and instruction of the main thread: a thread that stays at one is in one call into native code.
+        # Code and instruction of the main thread: if they do not change, it is inside one native call.
         self._place: tuple[int, int] = (0, 0)
         self._looks = self._moves = 0
         self._lines: dict[str, None] = {}  # of the user's code, where the main thread was found in this stall
@@ -83,7 +81,7 @@ class Heartbeat:
         )
 
     def start(self) -> None:
-        """Begin to beat. The main thread is the one that is watched."""
+        """Start to beat, and to watch the main thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -95,7 +93,7 @@ class Heartbeat:
         close(self._file)
 
     def change(self) -> None:
-        """The rank is in another phase."""
+        """Record that the rank has entered another phase."""
         now = monotonic()
         if now - self._memory_read >= MEMORY_EVERY:
             self._read_memory(now)
@@ -106,7 +104,7 @@ class Heartbeat:
             self.record()
 
     def record(self, at: float = 0.0, **more: Any) -> None:
-        """Append a line of now, or of the time ``at``; one write, so that a killed rank loses at most the line in hand."""
+        """Append a line with the present time, or ``at``; in one write, so that a killed rank loses at most its current line."""
         count = self.board.count
         # JSON by hand: this is written at every change of phase.
         line = (
@@ -116,12 +114,12 @@ class Heartbeat:
             f'"rss_mib": {self._resident}, {self._on_gpu}'
         )
         extra = f", {json.dumps(more)[1:-1]}" if more else ""
-        with contextlib.suppress(OSError):  # a full disk, for example: the program that is traced goes on
+        with contextlib.suppress(OSError):  # a full disk, for example: the traced program continues
             write(self._file, f"{line}{extra}}}\n".encode())
 
     def _read_memory(self, now: float) -> None:
-        """Read what this process holds. The allocator of CUDA is asked by the main thread alone: where that is stalled, it may be
-        locked.
+        """Read this process's memory. Only the main thread queries CUDA's allocator, which may be locked while that thread is
+        stalled.
         """
         self._memory_read = now
         self._resident = f"{resident_mib():.1f}"
@@ -143,15 +141,15 @@ class Heartbeat:
                     last_record = after
                     self._resident = f"{resident_mib():.1f}"
                     self.record()
-            except OSError:  # no file can be opened or written now: a later beat may
+            except OSError:  # no file can be opened or written now; a later beat tries again
                 continue
-            except Exception:  # its silence would be taken for a lock that is held
+            except Exception:  # a silent heartbeat would look like a held GIL
                 traceback.print_exc()
             if self._is_to_rest() and self._stop.wait(REST_S):
                 return
 
     def beat(self) -> None:
-        """One beat: the main thread's line, finished collectives, the counters."""
+        """Beat once: record the main thread's line and completed collectives, and update the counters."""
         board = self.board
         if len(sys.modules) != self._modules:  # an import is under way
             self._modules = len(sys.modules)
@@ -179,7 +177,7 @@ class Heartbeat:
         board.add("beat")
 
     def _look_at_frames(self) -> tuple[str, Place | None, str]:
-        """Return the main thread's line and innermost place, and all stacks where they are due; nothing of a rank that moves."""
+        """Return the main thread's line and innermost place, and all stacks if they are due; ('', None, '') if the rank moves."""
         if self.board.moves != self._moves_seen:
             return "", None, ""
         is_due = self._is_due()
@@ -198,7 +196,7 @@ class Heartbeat:
         return waited >= (STALL_AGAIN_S if self._written else STALL_S)
 
     def _look_at_stall(self, place: Place | None) -> bool:
-        """Count the looks of a stall; return whether it goes on."""
+        """Count the looks of a stall; return whether the rank is still stalled."""
         now, moves = monotonic(), self.board.moves
         if moves != self._moves_seen:
             self._moves_seen, self._since, self._written = moves, now, 0.0
@@ -216,15 +214,15 @@ class Heartbeat:
         return True
 
     def _answer(self) -> None:
-        """Write the counters of loops once, where the monitor asks for them."""
+        """Write the counters of loops once, if the monitor requests them."""
         folder = self._stall.parent if self._stall is not None else None
         if folder is not None and not self._has_answered and is_requested(folder):
             self._has_answered = True
             write_counters(folder, self._main or 0)
 
     def _is_to_rest(self) -> bool:
-        """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal that finds this thread in
-        Python, its frames half made, may end the process.
+        """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal while this thread runs Python,
+        with incomplete frames, may end the process.
         """
         if not self._has_answered or self.rests or self._stall is None:
             return False
@@ -232,7 +230,7 @@ class Heartbeat:
         return self.rests
 
     def _write_stall(self, stacks: str) -> None:
-        """Replace stall.json by what the rank knows of its stall."""
+        """Replace stall.json: stacks, lines, handled exception, asyncio tasks and keys of the stall."""
         if self._stall is None:
             return
         now = monotonic()
@@ -244,6 +242,6 @@ class Heartbeat:
             "keys": self.recorder.stores.keys_set.rows() if self.recorder is not None else [],
             "keys_awaited": self.recorder.stores.keys_awaited.rows() if self.recorder is not None else [],
         }  # fmt: skip
-        with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business
+        with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test continues
             write_atomically(self._stall, json.dumps(found))
             dump_flight_recorder(self._stall.with_name("flight_recorder.json"))

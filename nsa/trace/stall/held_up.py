@@ -1,6 +1,6 @@
-"""What a stack does not show of a stalled thread: the exception that it handles, and the tasks of its asyncio loop.
+"""The state of a stalled thread that its stack does not show: the exception that it handles, and the tasks of its asyncio loop.
 
-Both are read by the heartbeat. Neither runs the program's code, and no frame of the program is held.
+The heartbeat reads both. Reading runs no code of the program, and keeps no frame of it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nsa.trace.secrets import masked
 MOST_TASKS = 32
 MOST_CHARACTERS = 300
 MOST_FRAMES = 2000  # an endless recursion makes frames faster than they are walked
-_ONLY_ITS_OWN = 1  # an event loop listens to its own socket, by which other threads wake it
+_OWN_FILES = 1  # an event loop listens to its own socket, by which other threads wake it
 
 
 def handled_exception(thread: int) -> dict[str, str]:
-    """Return the exception that a thread handles now, in an ``except``, a ``finally`` or an ``__exit__``; {} where there is none.
+    """Return the exception that a thread handles now, in an ``except``, a ``finally`` or an ``__exit__``; {} without one.
 
-    ``says`` has its type and first argument, ``at`` the user's line that raised it, ``in`` the line, now, of the frame that
+    ``says`` has its type and first argument, ``at`` the user's line that raised it, ``in`` the current line of the frame that
     handles it.
     """
     found: Any = sys._current_exceptions().get(thread)
@@ -46,11 +46,11 @@ def _error_of(error: BaseException) -> dict[str, str]:
 
 
 def asyncio_tasks(thread: int) -> dict[str, Any]:
-    """Return what the asyncio loop that a thread runs waits for; {} where it runs none.
+    """Return what the asyncio loop that a thread runs waits for; {} if it runs none.
 
-    ``tasks``: the user's innermost line of each task that is not done, first that of the one which the loop runs for, or of
-    what that one awaits; ``timers`` and ``files``: how many may wake the loop; ``failed``: the exceptions of tasks that have ended,
-    which were never retrieved.
+    ``tasks``: the user's innermost line of each task that is not done; the first is that of the loop's main task, or of the task
+    that it awaits; ``timers`` and ``files``: how many may wake the loop; ``failed``: exceptions of ended tasks that were never
+    retrieved.
     """
     loop, main = _running_loop(sys._current_frames().get(thread))
     if loop is None:
@@ -62,7 +62,7 @@ def asyncio_tasks(thread: int) -> dict[str, Any]:
     place = _place_of(first)
     timers = sum(not handle.cancelled() for handle in list(getattr(loop, "_scheduled", ())))
     selector = getattr(loop, "_selector", None)
-    files = len(selector.get_map()) - _ONLY_ITS_OWN if selector is not None else 0
+    files = len(selector.get_map()) - _OWN_FILES if selector is not None else 0
     return {
         "tasks": [*([place] if place else []), *sorted(tasks)], "timers": timers, "files": max(0, files),
         "failed": [_error_of(error) for error in _kept_by_tasks(loop)][:MOST_TASKS],
@@ -70,7 +70,7 @@ def asyncio_tasks(thread: int) -> dict[str, Any]:
 
 
 def _running_loop(frame: FrameType | None) -> tuple[Any, Any]:
-    """Return the loop whose ``run_forever`` a thread is in, and what it runs for: the variables are of asyncio's own frames."""
+    """Return the loop that a thread runs, and the future of ``run_until_complete``, from the variables of asyncio's frames."""
     loop = None
     for _ in range(MOST_FRAMES):
         if frame is None:
@@ -86,7 +86,7 @@ def _running_loop(frame: FrameType | None) -> tuple[Any, Any]:
 
 
 def _kept_by_tasks(loop: Any) -> list[BaseException]:
-    """Return the exceptions with which tasks of a loop have ended, where they were never retrieved (asyncio's own mark)."""
+    """Return the exceptions with which tasks of a loop have ended and that were never retrieved, by asyncio's own mark."""
     known: set[Any] = set()
     for name in ("_all_tasks", "_scheduled_tasks", "_eager_tasks"):  # the first until Python 3.11
         known.update(getattr(asyncio.tasks, name, ()))

@@ -1,4 +1,4 @@
-"""The files that a loop looks for: of a function that sleeps until a file is there, or until it has been removed."""
+"""The files that a loop looks for, in a function that sleeps until a file exists, or until it is removed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nsa.trace.files import wall_clock
 
 MOST_FILES, MOST_FRAMES = 4, 8
 _CHECKS = frozenset({"exists", "lexists", "isfile", "isdir", "is_file", "is_dir", "mkdir"})
-_EXCLUSIVE = ("O_EXCL", "'x'", "'xb'")  # `open` fails where the file is there
+_EXCLUSIVE = ("O_EXCL", "'x'", "'xb'")  # `open` fails if the file exists
 
 
 def files_looked_for(frame: FrameType | None) -> list[dict[str, object]]:
-    """Return each file that the innermost loop of a stack looks for, where the innermost frame sleeps: its ``path``; where it is
-    there, the seconds since it was changed (``unchanged_s``) and whether a process of this user has it open (``is_open``).
+    """Return each file that the innermost loop of a stack looks for, if the innermost frame sleeps: its ``path`` and, if it exists,
+    the seconds since it was changed (``unchanged_s``) and whether a process of this user has it open (``is_open``).
 
-    Nothing of the program is called: a path is read from variables, attributes and constants.
+    No code of the program is called: a path is read from variables, attributes and constants.
     """
     if frame is None or "sleep(" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
         return []
@@ -54,7 +54,7 @@ def _paths_of(loop: ast.stmt, frame: FrameType) -> Iterator[str]:
 
 
 def _loop_at(frame: FrameType) -> ast.stmt | None:
-    """Return the innermost loop of a function that its current line is in; None outside of loops, and without source."""
+    """Return the innermost loop around a function's current line; None outside of loops, and without source."""
     try:
         lines, first = inspect.getsourcelines(frame.f_code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -69,7 +69,7 @@ def _loop_at(frame: FrameType) -> ast.stmt | None:
 
 
 def _value_of(node: ast.AST | None, frame: FrameType) -> str:
-    """Return the path that an expression gives; '' where a call would be needed to know it, and for another value."""
+    """Return the path that an expression evaluates to; '' for another value, or if a call would be needed."""
     match node:
         case ast.Constant(value=str() as text):
             return text
@@ -87,7 +87,7 @@ def _value_of(node: ast.AST | None, frame: FrameType) -> str:
 
 
 def _as_path(value: object) -> str:
-    # A path of the user's own class would run its code.
+    # A path of a user's class would run user code.
     return value if type(value) is str else str(value) if type(value) is type(Path()) else ""
 
 
@@ -100,11 +100,11 @@ def _state_of(path: str) -> dict[str, object]:
 
 
 def _open_files() -> set[str]:
-    """Return the paths that processes have open, of those that this user may read."""
+    """Return the paths that processes have open, as far as this user may read them."""
     found: set[str] = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # another user's, or one that has ended
             for descriptor in os.listdir(f"/proc/{process}/fd"):
-                with contextlib.suppress(OSError):  # closed since
+                with contextlib.suppress(OSError):  # it has just been closed
                     found.add(os.readlink(f"/proc/{process}/fd/{descriptor}"))
     return found

@@ -1,4 +1,4 @@
-"""What an exception of a group that does not form means: an interface, an address or a port that cannot be used here."""
+"""Find, by the exception of a group that does not form, an interface, an address or a port that cannot be used here."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def unusable_network(message: str) -> str:
-    """Return what of the network cannot be used, and what to do, by torch's or gloo's message; '' where it reports no such thing.
+    """Return which part of the network cannot be used, and what to do, by torch's or gloo's message; '' for another message.
 
-    Asks the system whether a host's name resolves, and whether an interface is there.
+    Queries the system whether a host's name resolves, and which interfaces exist.
     """
     found = _INTERFACE.search(message)
     if found is not None:
@@ -41,7 +41,7 @@ def _interface(name: str) -> str:
 
 
 def unresolved(name: str) -> str:
-    """Return that a host's name resolves to no address; '' where it does."""
+    """Return an error message if a host's name resolves to no address; '' if it does."""
     try:
         socket.getaddrinfo(name, None)
     except socket.gaierror as error:

@@ -1,4 +1,4 @@
-"""The stacks of this process's threads, looked at by one of them while the others may go on."""
+"""The stacks of this process's threads, read by one thread while the others may run."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ _BETWEEN_CALLS = frozenset(number for name, number in dis.opmap.items() if "JUMP
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a function is: its code, the instruction and the line."""
+    """The position of a frame: its code, instruction and line."""
 
     code: CodeType
     instruction: int
     line: int
 
     def describe(self) -> str:
-        """As ``file:line in function``."""
+        """Return ``file:line in function``."""
         return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
 
     @property
     def is_between_calls(self) -> bool:
-        """Whether it is at the end of a loop's body or the start of a function, where a thread gives up the GIL: in no call."""
+        """Whether it is at the end of a loop's body or the start of a function, where Python releases the GIL: not in a call."""
         instructions = self.code.co_code  # made again at each look
         return 0 <= self.instruction < len(instructions) and instructions[self.instruction] in _BETWEEN_CALLS
 
 
 def look(only: int | None = None) -> dict[int, list[Place]]:
-    """Return the stack of each thread that runs Python by its identifier, innermost frame first; of the thread ``only`` alone.
+    """Return the stack of each Python thread by its identifier, innermost frame first; with ``only``, of this thread.
 
-    The main thread comes first: it is there, however many others there are.
+    The main thread comes first, so that it is included even if there are more than `MOST_THREADS`.
 
-    Not by faulthandler, which reads threads' states without their lock: one that C++ makes for a callback at that moment, as gloo
-    does for each future, ends the process (SIGSEGV). A frame that is held here, though, keeps its function's locals alive, and
-    would end them in this thread: a generator's ``finally`` would run here. So no frame is held for longer than this thread has the
-    GIL, which it has just got and keeps for 5 ms, and nothing is collected in that time.
+    faulthandler is not used: it reads threads' states without their lock, and a state that C++ makes for a callback at that moment,
+    as gloo does for each future, ends the process (SIGSEGV). A frame that is kept here keeps its function's locals alive, and may
+    free them in this thread: a generator's ``finally`` would run here. So no frame is kept for longer than this thread has the
+    GIL, which it has just acquired for 5 ms, and the garbage collector is off in that time.
     """
     found: dict[int, list[tuple[CodeType, int, int]]] = {}
     time.sleep(0)
@@ -66,7 +66,7 @@ def look(only: int | None = None) -> dict[int, list[Place]]:
 
 
 def as_dump(stacks: dict[int, list[Place]], current: int) -> str:
-    """Return stacks as faulthandler writes them where the thread ``current`` got a signal."""
+    """Return stacks in faulthandler's form, with ``current`` as the thread that got the signal."""
     return "\n\n".join(
         f"{'Current thread' if ident == current else 'Thread'} 0x{ident:016x} (most recent call first):\n"
         + "\n".join(f'  File "{p.code.co_filename}", line {p.line} in {p.code.co_name}' for p in places)

@@ -1,7 +1,7 @@
 """Exceptions of threads other than the main one: uncaught in a thread, or kept by a future or an asyncio task.
 
-The work of such a thread is not done, and a rank that waits for it waits for ever. Each exception is recorded as it is raised; of a
-future also that it was retrieved since: then the caller of ``result`` has raised in turn.
+The work of such a thread is not done, and a rank that waits for it waits for ever. Each exception is recorded when it is raised.
+For a future, it is also recorded that the exception was retrieved: then the caller of ``result`` has raised it, too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-Raised = Callable[[BaseException, str, int], None]  # an exception, whose it is in words, its future's number or 0
+Raised = Callable[[BaseException, str, int], None]  # an exception, its owner in words, its future's number or 0
 Retrieved = Callable[[int], None]  # a future's number
 
-MOST = 100  # of a test or training: a pool that retries for ever fills no disk
+MOST = 100  # per test or training, so that a pool that retries for ever does not fill the disk
 _LEAVES = (SystemExit, GeneratorExit, KeyboardInterrupt)
 _NUMBER = "_nsa_number"  # an attribute of a future that keeps an exception
 
@@ -27,14 +27,14 @@ _numbers = itertools.count(1)
 
 
 def report_thread_errors(on_raised: Raised, on_retrieved: Retrieved) -> None:
-    """Call these from now on. The first call in a process installs the hooks."""
+    """Call these functions from now on. The first call in a process installs the hooks."""
     global _on_raised, _on_retrieved, _numbers
     install()
     _on_raised, _on_retrieved, _numbers = on_raised, on_retrieved, itertools.count(1)
 
 
 def forget_thread_errors() -> None:
-    """The test or training has ended, or this is a child of its process: call nothing more."""
+    """Stop reporting: the test or training has ended, or this is a forked child."""
     global _on_raised, _on_retrieved
     _on_raised = _on_retrieved = None
 
@@ -56,7 +56,7 @@ def _note_retrieved(future: Future[Any]) -> None:
 
 @functools.cache
 def install() -> None:
-    """Replace the hooks, once a process and its forks."""
+    """Install the hooks, once for a process and its forks."""
     hook, keep, handle = threading.excepthook, Future.set_exception, asyncio.BaseEventLoop.call_exception_handler
     result_of, exception_of = Future.result, Future.exception
 

@@ -12,8 +12,8 @@ _POOL = "/concurrent/futures/thread.py"  # its idle workers end with the process
 
 
 def lasting_threads() -> dict[threading.Thread, str]:
-    """Return the threads of this process that run on and are no daemons, with their locations: an interpreter that ends waits for
-    them.
+    """Return this process's non-daemon threads that still run, with their locations: an interpreter waits for them when it
+    ends.
     """
     found = {}
     for thread in threading.enumerate():

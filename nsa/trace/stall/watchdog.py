@@ -1,4 +1,4 @@
-"""Dumps every thread's stack when a training run is stalled; works while C++ holds the GIL."""
+"""Dump every thread's stack when a training run is stalled, even while C++ holds the GIL."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nsa.trace.files import open_to_append
 from nsa.trace.stall.stacks import as_dump, look
 
 CLOSE_S = 2.0  # for a look that is under way
-GRACE_S = 5.0  # after which the GIL is held by what stalls: then faulthandler reads the stacks
+GRACE_S = 5.0  # after it, the GIL counts as held, and faulthandler writes the stacks
 
 
 class Watchdog:
-    """Fed once a step; unfed for ``seconds``, it writes ``watchdog_stackdump_rank{r}_{time}.txt``.
+    """Fed once per step; if it is not fed for ``seconds``, it writes ``watchdog_stackdump_rank{r}_{time}.txt``.
 
-    A thread of ours writes the stacks and what is stalled, from the ``board``, and dumps the memory; every ``seconds`` the stacks
-    again. The parameters whose gradient has not arrived in a backward (``missing`` returns them) go there, to the log, and to
-    all_missing_params.txt. Where that thread does not come to run, as C++ holds the GIL, faulthandler writes the stacks, `GRACE_S`
-    later: it needs no GIL, but of threads that run Python it reads frames that end in that moment (SIGSEGV).
+    Its thread writes the stacks and the state of the step, from the ``board``, and dumps the memory; every ``seconds`` the stacks
+    again. Parameters without a gradient in a backward (``missing`` returns them) are written there, to the log, and to
+    all_missing_params.txt. If that thread cannot run, because C++ holds the GIL, faulthandler writes the stacks, `GRACE_S` later.
+    faulthandler needs no GIL, but reading frames of threads that run Python may end the process (SIGSEGV).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="nsa-watchdog", daemon=True)
 
     def feed(self) -> None:
-        """A step begins: start counting again."""
+        """Restart the countdown, when a step begins."""
         if self.seconds <= 0:
             return
         if self._file is None:
@@ -62,7 +62,7 @@ class Watchdog:
             self._fed.set()
             self._thread.join(CLOSE_S)
             faulthandler.cancel_dump_traceback_later()
-            if self._thread.is_alive():  # CUDA's allocator, which it asks, may be locked
+            if self._thread.is_alive():  # CUDA's allocator, which it queries, may be locked
                 return
             self._file.close()
             if self.path.stat().st_size == 0:
@@ -99,7 +99,7 @@ class Watchdog:
         return self.board.count("step") if self.board is not None else 0
 
     def _report_missing(self) -> list[str]:
-        """Log what the backward's own report would have been, had it ended, and return its lines."""
+        """Log the report of missing gradients that the backward would have made at its end, and return its lines."""
         missing = self.missing()
         if not missing or self.board is None:
             return []
