@@ -18,7 +18,7 @@ LICENCE_LOST = Cause(
 
 
 def licence_lost(evidence):
-    """A rank of which our own source reported it: whatever else its stack shows, that is why it waits."""
+    """Name each rank for which our evidence source reported a lost licence, whatever its stack shows."""
     told = [fact for fact in evidence.external if fact.kind == "licence"]
     if not told:
         return None
@@ -33,7 +33,7 @@ def pytest_nsa_causes(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_nsa_collect_evidence(folder, pids):
-    """What a licence server would be asked: here, whether a rank left a note in the test's folder."""
+    """Ask the licence server; in this example, check whether a rank left a note in the test's folder."""
     for rank in pids:
         note = folder / f"licence{rank}.txt"
         if note.exists():
@@ -48,7 +48,7 @@ def pytest_nsa_scenarios(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_nsa_decide(verdicts):
     if not verdicts.get("licence") or not verdicts["licence"].failed:
-        return None  # the plugin's own sentence
+        return None  # the plugin's sentence is used
     return Decision(
         sentence="The licence server failed, so nothing is known of the model.", action="ask its owner", path=()
     )
@@ -61,7 +61,7 @@ def pytest_nsa_environment(config, rank, world_size):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_nsa_wrap_model(config, model, parallel, device, options):
-    """Models that wrap themselves."""
+    """Use a model's own `parallelize` where it has one."""
     own = getattr(model, "parallelize", None)
     return own(parallel, device) if own is not None else None
 
