@@ -33,13 +33,13 @@ def add_options(parser: pytest.Parser) -> None:
         "--ranks-fsdp-version",
         choices=("1", "2"),
         default="2",
-        help="What the fixture fsdp wraps with (default: 2)",
+        help="The FSDP version that the fixture fsdp uses (default: 2)",
     )
     group.addoption(
         "--ranks-keep",
         choices=("failed", "all"),
         default="failed",
-        help="Whose folders to keep (default: failed)",
+        help="The tests that keep their folders of evidence (default: failed)",
     )
     group.addoption(
         "--ranks-descendants", choices=DESCENDANTS,
@@ -73,36 +73,38 @@ def add_options(parser: pytest.Parser) -> None:
         ("--bisect-env", {"nargs": "?", "const": ""}), ("--pdb-rank", {"type": int, "default": -1}),
     ):  # fmt: skip
         group.addoption(old, dest=old.removeprefix("--").replace("-", "_"), help=argparse.SUPPRESS, **form)
-    parser.addini("ranks_output_limit", "What is kept of each rank's output: head and tail, in MB", default="64")
     parser.addini(
-        "ranks_bisect_env", "What --ranks-bisect-env tries: NAME=VALUE a line (default: what NCCL and CUDA know)",
+        "ranks_output_limit", "MB of each rank's output that are kept: its beginning and its end", default="64"
+    )
+    parser.addini(
+        "ranks_bisect_env", "What --ranks-bisect-env tries: one NAME=VALUE per line (default: variables of NCCL and CUDA)",
         type="linelist", default=list(MITIGATIONS),
     )  # fmt: skip
     parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
     parser.addini(
         "ranks_artifacts_keep",
-        "How many finished runs are kept, with the 5 newest that failed; older ones are deleted at the end of a run (0: never)",
+        "How many finished runs are kept, and with them the 5 newest that failed; others are deleted when a run ends (0: never)",
         default="20",
     )
     parser.addini(
         "ranks_artifacts_mode",
-        "Permissions of a run's folder, in octal: 0755 lets others read what it holds",
+        "Permissions of a run's folder, in octal: with 0755 other users can read it",
         default="0700",
     )
     parser.addini(
         "ranks_mask_output",
-        "Mask what has the form of a secret in all that is written of ranks, too: output, exceptions, sources, tests' ids "
-        "(in env.json and in arguments of processes it always is)",
+        "Mask text that looks like a secret in everything that the plugin writes: output, exceptions, sources, test ids "
+        "(env.json and arguments of processes are always masked)",
         type="bool", default=False,
     )  # fmt: skip
-    parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
+    parser.addini("ranks_timeout", "Seconds for a test on ranks that has no limit from pytest-timeout", default="300")
     parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
     parser.addini(
         "ranks_ahead", "While a test runs, fork the ranks of the next one, on gloo and CPU", type="bool", default=True
     )
     parser.addini(
         "ranks_check_divergence",
-        "Fail a test whose ranks end with different gradients or parameters though DDP keeps them equal",
+        "Fail a test if its ranks end with different gradients or parameters, which DDP should keep equal",
         type="bool", default=False,
     )  # fmt: skip
     parser.addini(
@@ -112,7 +114,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "ranks_left_fails",
-        "Fail a session that processes of its tests would have kept from ending (exit code 1)",
+        "Exit with code 1 if processes that tests have left would have kept the session from ending",
         type="bool", default=False,
     )  # fmt: skip
     parser.addini(
@@ -122,7 +124,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "ranks_host_plugins",
-        "Plugins that run on the host only: a name a line; !name for one that ranks need although it implements hooks of reports",
+        "Plugins that run on the host only, one name per line; !name for one that ranks need although it implements report hooks",
         type="linelist", default=[],
     )  # fmt: skip
     parser.addini(
