@@ -336,10 +336,10 @@ def not_for_ranks(item: pytest.Item) -> Iterator[str]:
     if not isinstance(item, pytest.Function):
         yield f"{where}: doctests cannot run on ranks: write a test function, or a method of a class"
     elif makes_its_own_group(item) and any(name in fixtures for name in RANK_FIXTURES):
-        yield f"{where}: takes a fixture of the ranks' group, and world_size(..., group=None) makes none: take one of the two out"
+        yield f"{where}: takes a fixture of the ranks' group, and world_size(..., group=None) makes none: remove one of the two"
     elif "launch" in made_in_ranks(item):
         yield (
-            f"{where}: takes 'launch', which runs on the host, and runs on ranks itself: take one of the two out, or launch in a "
+            f"{where}: takes 'launch', which runs on the host, and runs on ranks itself: remove one of the two, or launch in a "
             "host_fixture"
         )
 
@@ -350,7 +350,7 @@ def of_another_plugin(item: pytest.Item) -> Iterator[str]:
         path, line, _ = item.reportinfo()
         yield (
             f"{path}:{(line or 0) + 1}: {item.name}: would not run on ranks: another plugin runs it ({type(item).__name__}); "
-            "take its mark off, and call asyncio.run(...) in a plain function, or use pytest-asyncio's or anyio's"
+            "remove its mark, and call asyncio.run(...) in a plain function, or use pytest-asyncio's or anyio's"
         )
 
 

@@ -122,7 +122,7 @@ def resolve(config: pytest.Config) -> Settings:
         )
     if settings.hang_after >= settings.timeout:
         raise pytest.UsageError(
-            f"ini ranks_hang_after = {settings.hang_after:g}: must be below ranks_timeout = {settings.timeout:g}, or it never comes"
+            f"ini ranks_hang_after = {settings.hang_after:g}: must be below ranks_timeout = {settings.timeout:g} to have an effect"
         )
     config.stash[settings_key] = settings
     return settings
@@ -165,7 +165,7 @@ def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
             f"MASTER_ADDR = {env['MASTER_ADDR']}: {error.strerror}; name the host of rank 0, or unset RANK to run without"
         ) from None
     if getattr(config.option, "numprocesses", None):
-        raise pytest.UsageError("-n under torchrun or SLURM: each of its processes is a rank already; leave -n out")
+        raise pytest.UsageError("-n under torchrun or SLURM: each of its processes is a rank already; remove -n")
     return OuterLauncher(
         rank=int(values[0] or 0),
         world_size=int(values[1] or 1),
@@ -190,7 +190,7 @@ def _bisect_env(config: pytest.Config) -> dict[str, str]:
                 f"{source}: {pair.strip()!r}: must be NAME=VALUE, as in --ranks-bisect-env=NCCL_P2P_DISABLE=1"
             )
         if name in FIXED_VARIABLES:
-            raise pytest.UsageError(f"{source}: {name}: the plugin sets it itself; leave it out")
+            raise pytest.UsageError(f"{source}: {name}: the plugin sets it; remove it")
         found[name] = value
     if not found:
         raise pytest.UsageError(f"{source}: names no variable; give NAME=VALUE,...")

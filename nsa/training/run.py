@@ -190,7 +190,7 @@ class Run:
                 f"step {result.step}: {what}; {again} with a lower train.lr or other data, or set train.nonfinite: skip"
             )
         raise NotFiniteError(
-            f"step {result.step}: {what}; it is skip {self._skips} in a row, and train.max_skips={train.max_skips}: {again} with a "
+            f"step {result.step}: {what}; skip {self._skips} in a row, and train.max_skips={train.max_skips}: {again} with a "
             "lower train.lr or other data"
         )
 
@@ -202,7 +202,7 @@ class Run:
     def _not_saved(self, reason: str) -> None:
         if self.config.checkpoint.on_error == "stop":
             raise ConfigError(f"{reason}; make room and use --resume auto, or set checkpoint.on_error: continue")
-        self.log(f"warning: {reason}; the checkpoints before it are kept, and training goes on")
+        self.log(f"warning: {reason}; the checkpoints before it are kept, and training continues")
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._must_stop = True

@@ -173,7 +173,7 @@ def refuse_other_data(path: Path, config: Config) -> None:
     """Raise ConfigError if ``config`` reads other samples than the run that wrote the checkpoint, whose position is then wrong."""
     other = _differences(describe(path).data, data_settings(config))
     if other:
-        raise ConfigError(f"checkpoint {str(path)!r}: its place in the data is of {other}; go on with the same")
+        raise ConfigError(f"checkpoint {str(path)!r}: its position in the data is for {other}; use the same settings")
 
 
 def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") -> str:

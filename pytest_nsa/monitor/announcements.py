@@ -63,7 +63,7 @@ class Suspicions:
         who = describe_ranks(found.ranks, self.job.world_size)
         test = self.job.scenario or self.job.nodeid
         if found.ends_the_test:
-            what = "that cannot mend itself: the test is ended"
+            what = "this cannot resolve itself: the test is ended"
         elif self.limits.hang_after:
             what = f"a suspicion; the test is ended if it lasts for {self.limits.hang_after:g} s"
         else:

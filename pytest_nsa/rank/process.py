@@ -249,7 +249,7 @@ class RankProcess:
             variables = {name: value for found in given for name, value in dict(found or {}).items()}
             fixed = FIXED_VARIABLES.intersection(variables)
             if fixed:
-                raise ValueError(f"{', '.join(sorted(fixed))}: the plugin numbers the ranks; leave it out")
+                raise ValueError(f"{', '.join(sorted(fixed))}: the plugin numbers the ranks; remove it")
             os.environ.update(variables)
         except Exception as error:  # a conftest's own
             self._hook_error = RuntimeError(f"pytest_nsa_environment: {type(error).__name__}: {error}")

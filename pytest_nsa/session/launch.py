@@ -112,7 +112,9 @@ def _check(
         or inspect.isgeneratorfunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        raise ValueError(f"launch({name}): a call of it runs nothing; give a function that runs it, as by asyncio.run")
+        raise ValueError(
+            f"launch({name}): a call does not run its body; give a plain function, which may call asyncio.run"
+        )
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"launch({name}, world_size={world_size!r}): must be from 1 to {MAX_WORLD_SIZE}")
     if type(timeout) not in (int, float) or not timeout > 0:

@@ -125,7 +125,7 @@ class ZygoteLauncher:
 
     def _log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        return f"; its last words ({self.log}):\n" + "\n".join(lines[-15:]) if lines else ""
+        return f"; the end of its output ({self.log}):\n" + "\n".join(lines[-15:]) if lines else ""
 
 
 def _hash_seed(job: Job, rank: int) -> dict[str, str]:

@@ -291,7 +291,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before(warm: WarmPython, tmp
     if on_error == "continue":
         assert done.returncode == 0
         assert done.stdout.count("could not be saved: ") == 2
-        assert "File too large; the checkpoints before it are kept, and training goes on" in done.stdout
+        assert "File too large; the checkpoints before it are kept, and training continues" in done.stdout
         assert losses(tmp_path / "run").keys() == {1, 2, 3, 4}
     else:
         assert done.returncode == 2
@@ -396,7 +396,8 @@ def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert train.main([*command, "1"]) == 0
     assert train.main([*command, "2", "--resume", "auto", "--dataset", "copy"]) == 2
     assert (
-        "its place in the data is of dataset='synthetic' (here 'copy'); go on with the same" in capsys.readouterr().err
+        "its position in the data is for dataset='synthetic' (here 'copy'); use the same settings"
+        in capsys.readouterr().err
     )
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     other = load_config(tmp_path / "small.yaml")

@@ -296,7 +296,7 @@ def test_too_many_skips_in_a_row_stop_the_run(
     error = capsys.readouterr().err
     checkpoint = out / "checkpoints" / "step_00000004"
     assert error == (
-        f"error: step 7: the loss is nan; it is skip 3 in a row, and train.max_skips=2: go on from {checkpoint} (--resume) with a "
+        f"error: step 7: the loss is nan; skip 3 in a row, and train.max_skips=2: go on from {checkpoint} (--resume) with a "
         "lower train.lr or other data\n"
     )
     assert [line["step"] for line in lines(out) if line["skipped"]] == [2, 3, 5, 6, 7]

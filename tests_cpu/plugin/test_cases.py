@@ -109,7 +109,7 @@ def test_hangs():
 def test_ranks_may_make_their_own_group(pytester: pytest.Pytester, launch: str) -> None:
     result = run_example(pytester, GROUP, f"--ranks-launch={launch}")
     assert result.outcomes == {"passed": 2, "errors": 1, "failed": 1}
-    assert "world_size(..., group=None) makes none: take one of the two out" in result.stdout
+    assert "world_size(..., group=None) makes none: remove one of the two" in result.stdout
     assert (result.verdicts["test_hangs"].cause, result.verdicts["test_hangs"].ranks) == ("extra_collective", (0,))
 
 

@@ -127,7 +127,7 @@ def test_two_methods_that_backends_pair(pytester: pytest.Pytester) -> None:
     """
     result = run_example(pytester, source)
     assert result.outcomes["passed"] == 1
-    assert "cannot mend itself" not in result.stdout
+    assert "cannot resolve itself" not in result.stdout
 
 
 def test_pairs_that_do_different_things(pytester: pytest.Pytester) -> None:

@@ -243,7 +243,7 @@ def test_expected(group): assert False
     ("given", "complaint"),
     [
         ("FIRST", "'FIRST': must be NAME=VALUE, as in --ranks-bisect-env=NCCL_P2P_DISABLE=1"),
-        ("RANK=3", "RANK: the plugin sets it itself"),
+        ("RANK=3", "RANK: the plugin sets it; remove it"),
     ],
 )
 def test_what_cannot_be_set_is_refused(pytester: pytest.Pytester, given: str, complaint: str) -> None:

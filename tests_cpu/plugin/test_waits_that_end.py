@@ -102,14 +102,14 @@ def test_order(group, number):
 def test_after_a_caught_timeout_and_by_functional_collectives(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, LATE)
     assert result.outcomes == {"passed": 2}
-    assert "cannot mend itself" not in result.stdout
+    assert "cannot resolve itself" not in result.stdout
 
 
 @pytest.mark.slow
 def test_more_waits_that_end(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, LATE + MORE)
     assert result.outcomes["passed"] == 5
-    assert "cannot mend itself" not in result.stdout
+    assert "cannot resolve itself" not in result.stdout
 
 
 @pytest.mark.slow

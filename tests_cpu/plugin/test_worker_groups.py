@@ -349,4 +349,4 @@ def test_takes_it_itself(group, launch): pass
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1, "errors": 2}
-    assert "take one of the two out, or launch in a host_fixture" in result.stdout.replace("\n", " ")
+    assert "remove one of the two, or launch in a host_fixture" in result.stdout.replace("\n", " ")
