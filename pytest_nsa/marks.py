@@ -326,7 +326,7 @@ def _wrong_hash_seeds(item: pytest.Item, where: str) -> Iterator[str]:
         yield f"{where}: hash_seeds: starts new ranks, and reuse keeps them: take one of the two off"
 
 
-def not_for_ranks(item: pytest.Item) -> Iterator[str]:
+def rank_problems(item: pytest.Item) -> Iterator[str]:
     """A sentence for a test that requests ranks and cannot have them."""
     path, line, _ = item.reportinfo()
     where = f"{path}:{(line or 0) + 1}: {item.name}"
@@ -344,7 +344,7 @@ def not_for_ranks(item: pytest.Item) -> Iterator[str]:
         )
 
 
-def of_another_plugin(item: pytest.Item) -> Iterator[str]:
+def other_plugin_warnings(item: pytest.Item) -> Iterator[str]:
     """Yield a warning for a test that requests ranks but that another plugin runs in this process: without ranks it would pass."""
     if is_ranked(item) and isinstance(item, pytest.Function):
         path, line, _ = item.reportinfo()

@@ -152,8 +152,8 @@ def _is_marked(item: pytest.Item) -> TypeGuard[pytest.Function]:
 
 def _check_marks(item: pytest.Item) -> None:
     extensions = item.config.stash[runner_key].extensions
-    other = snapshots.not_carried(item) if isinstance(item, Ranked) else marks.of_another_plugin(item)
-    wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *other)
+    other = snapshots.not_carried(item) if isinstance(item, Ranked) else marks.other_plugin_warnings(item)
+    wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.rank_problems(item), *other)
     item.stash[problem_key] = "\n".join(wrong)
 
 

@@ -19,7 +19,7 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno
 
 
 @contextlib.contextmanager
-def where_there_is_room() -> Iterator[None]:
+def ignore_full_disk() -> Iterator[None]:
     """Ignore the errors of a full disk, or of a file that may not grow: the traced program continues without the evidence."""
     try:
         yield
@@ -30,7 +30,7 @@ def where_there_is_room() -> Iterator[None]:
 
 def append(path: Path, entry: dict[str, Any]) -> None:
     """Append a line of JSON."""
-    with where_there_is_room():
+    with ignore_full_disk():
         fd = open_to_append(path)
         try:
             write(fd, (to_json(entry, as_text=True) + "\n").encode())

@@ -163,10 +163,10 @@ def _why_not_saved(error: BaseException, folder: Path) -> str:
     """Return the reason; if torch's writer failed, the system's error for a write to this disk."""
     text = _reason(error)
     # On a full disk torch's writer reports its own position ("unexpected pos 704 vs 598"), and not the system's message.
-    return (_what_the_disk_refuses(folder) if "inline_container" in text else "") or text
+    return (_disk_error(folder) if "inline_container" in text else "") or text
 
 
-def _what_the_disk_refuses(folder: Path) -> str:
+def _disk_error(folder: Path) -> str:
     """Return the system's error, such as 'No space left on device', if a further MiB cannot be written to ``folder``; else ''."""
     probe = folder / "room"
     try:

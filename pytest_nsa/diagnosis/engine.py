@@ -174,12 +174,12 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
         "backend": job.backend, "parallel": evidence.parallel, "parameters_missing": parameters_missing(evidence),
     }  # fmt: skip
     if evidence.stop == "interrupted":
-        return _of_the_interrupted(evidence, common)
+        return _interrupted_verdict(evidence, common)
     if all(r.finished and r.passed for r in ranks):
         wrong, failures = first_finding(OF_THE_PASSED, evidence)
         if wrong is not None:
             return _from(wrong, job.root, outcome="FAIL", **common)
-        return replace(_of_the_passed(evidence, common), evidence=failures)
+        return replace(_passed_verdict(evidence, common), evidence=failures)
     found, failures = first_finding((refused, *more, *RULES), evidence)
     finding = found or unknown(evidence, failures)
     external = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, text=t.text) for t in evidence.external)
@@ -249,7 +249,7 @@ def _relative(finding: Finding, root: str) -> Finding:
     )
 
 
-def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
+def _interrupted_verdict(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     """Report the stall up to the interrupt, as far as it is known: Ctrl-C is what users press first on a hang."""
     found, by = None, evidence.stopped_by or "the user"
     if not evidence.moved_at_stop:
@@ -263,7 +263,7 @@ def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     return _from(found, evidence.job.root, outcome="INTERRUPTED", **common)
 
 
-def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
+def _passed_verdict(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     ranks = evidence.ranks
     skipped = tuple(r.rank for r in ranks if r.skipped is not None)
     if not skipped:

@@ -60,7 +60,7 @@ def calls_and_groups(evidence: Evidence, calls: Calls) -> str:
     return text
 
 
-def what_they_do(evidence: Evidence, ranks: tuple[int, ...], calls: Calls, *, instead_of: str = "") -> str:
+def describe_awaited(evidence: Evidence, ranks: tuple[int, ...], calls: Calls, *, instead_of: str = "") -> str:
     """Return what the awaited ranks do, 'ended its test' or 'waits in ...'."""
     n = evidence.job.world_size
     if all(calls[r].op == END for r in ranks if r in calls):

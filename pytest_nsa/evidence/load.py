@@ -51,7 +51,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     folders, sources = (folder, *others), Sources([s for f in (folder, *others) for s in read_sources(f).snippets])
     unread: list[str] = []
     host = sorted(
-        (_as_now(e) for f in folders for e in read_events(f / "host.jsonl", job.world_size, unread)),
+        (_with_present_names(e) for f in folders for e in read_events(f / "host.jsonl", job.world_size, unread)),
         key=lambda e: e["time"],
     )
     of_all: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     has_ended = bool(ended) if host else all(r.finished for r in ranks)
     return Evidence(
         job=job,
-        ranks=with_the_job_s_numbers(ranks),
+        ranks=with_job_numbers(ranks),
         stop=stop.get("reason", "host_died" if refused or not has_ended else ""),
         stopped_by=stop.get("by", ""),
         stalled_s=stop.get("stalled_s", 0.0),
@@ -276,7 +276,7 @@ def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ..
     )
 
 
-def with_the_job_s_numbers(ranks: tuple[RankEvidence, ...]) -> tuple[RankEvidence, ...]:
+def with_job_numbers(ranks: tuple[RankEvidence, ...]) -> tuple[RankEvidence, ...]:
     """Return the ranks, with peers and roots of calls in other worlds translated to the job's numbers where these are known."""
     of_world: dict[str, dict[int, int]] = {}
     for rank in ranks:
@@ -309,7 +309,7 @@ def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names[i] if i < len(names) else "another module" for i in board.path) if board is not None else ()
 
 
-def _as_now(event: dict[str, Any]) -> dict[str, Any]:
+def _with_present_names(event: dict[str, Any]) -> dict[str, Any]:
     """Return an event of host.jsonl with the names of verdict schema 2: older folders have `standing` and `stood_still_s`."""
     if event["event"] == "standing":
         event["event"] = "stall"

@@ -11,7 +11,7 @@ from pathlib import Path
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import request_counters, sample_processes
 from pytest_nsa.monitor.supervise import GRACE_S
-from pytest_nsa.system.disk_space import where_there_is_room
+from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.wire.files import append_line
 
@@ -80,5 +80,5 @@ class ObservedJob:
                 self._note("gone", rank=rank)
 
     def _note(self, event: str, **facts: object) -> None:
-        with where_there_is_room():
+        with ignore_full_disk():
             append_line(self.log, {"event": event, "time": time.time(), **facts})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
-from pytest_nsa.system.disk_space import where_there_is_room
+from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
 from pytest_nsa.system.tcp import socket_queues
@@ -53,13 +53,13 @@ def pause_heartbeats(folders: Iterable[Path]) -> None:
 
 def _leave_files(folders: Iterable[Path], name: str) -> None:
     for folder in folders:
-        with where_there_is_room(), contextlib.suppress(FileNotFoundError):  # a rank that never began
+        with ignore_full_disk(), contextlib.suppress(FileNotFoundError):  # a rank that never began
             touch(folder / name)
 
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
     """Append a line on a rank's process to ``evidence``."""
-    with where_there_is_room():
+    with ignore_full_disk():
         append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
 
 
@@ -104,7 +104,7 @@ def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
         for child in children_of(pid)[:MAX_CHILDREN]:
             if not catches(child, DUMP_SIGNAL):
                 continue
-            with where_there_is_room():
+            with ignore_full_disk():
                 append(files[rank], f"{CHILD_MARK}{child}\n".encode())
             with contextlib.suppress(ProcessLookupError):
                 dump_stacks({rank: files[rank]}, lambda _, child=child: os.kill(child, DUMP_SIGNAL))  # type: ignore[misc]

@@ -23,7 +23,7 @@ from pytest_nsa.monitor.second_look import (
     wants_to_dump,
 )
 from pytest_nsa.monitor.stall import StallClock
-from pytest_nsa.system.disk_space import where_there_is_room
+from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.procfs import has_more_threads
@@ -251,5 +251,5 @@ class RanksRun:
         return not any(self.statuses.values()) and self.watch.is_even()
 
     def _note(self, event: str, **facts: object) -> None:
-        with where_there_is_room():
+        with ignore_full_disk():
             append_line(self.log, {"event": event, "time": time.time(), **facts})

@@ -18,7 +18,7 @@ import pytest
 from nsa.trace.autostart import mark_as_traced
 from nsa.trace.board import PHASES
 from nsa.trace.calls.debug_level import VARIABLE, lower_detail
-from nsa.trace.events import local_rank, machine, record, where_there_is_room
+from nsa.trace.events import ignore_full_disk, local_rank, machine, record
 from nsa.trace.stall.exceptions import record_exception
 from pytest_nsa.evidence.board import learn
 from pytest_nsa.rank import coverage, replay
@@ -358,7 +358,7 @@ class TraceLog(logging.Handler):
         if sys.__stdout__ is not None:
             sys.__stdout__.write(line)
             sys.__stdout__.flush()
-        with where_there_is_room():
+        with ignore_full_disk():
             append(self.folder / "traces.log", line.encode(errors="backslashreplace"))
 
 

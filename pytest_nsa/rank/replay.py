@@ -27,7 +27,7 @@ from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.plugin_calls import disable_host_calls
 from pytest_nsa.rank.snapshots import carry_snapshots, unwritten_inline_snapshots
 from pytest_nsa.rank.spare_files import SpareFiles
-from pytest_nsa.system.disk_space import where_there_is_room
+from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
@@ -263,7 +263,7 @@ class RankRecorder:
             # Only the text of a failure is read; pytest's own form of it can be as long as the error.
             data["longrepr"] = None
             entry = {"text": text, "report": data, "of_the_suite": self._new_suite_properties()}
-            with where_there_is_room():
+            with ignore_full_disk():
                 append_line(self.ctx.folder / "reports.jsonl", entry)
         self._outcomes.add(report.outcome)
 

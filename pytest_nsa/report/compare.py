@@ -50,14 +50,14 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> list[Difference]:
             pair = ("-", there.outcome) if a is None else (there.outcome, "-")
             found.append(Difference(test=test, what="ran", base=pair[0], new=pair[1], kind="changed"))
             continue
-        found += _of_verdicts(test, a, b)
+        found += _verdict_differences(test, a, b)
         repeats = [[run[test].figures for run in side if test in run] for side in (base, new)]
-        found += _of_figures(test, repeats[0], repeats[1], drift)
+        found += _figure_differences(test, repeats[0], repeats[1], drift)
     order: dict[str, int] = {"worse": 0, "changed": 1, "better": 2}
     return sorted(found, key=lambda d: order[d.kind])
 
 
-def _of_verdicts(test: str, a: Verdict, b: Verdict) -> Iterator[Difference]:
+def _verdict_differences(test: str, a: Verdict, b: Verdict) -> Iterator[Difference]:
     kind: Kind
     if a.failed and b.failed and (a.cause, a.ranks, _function(a)) != (b.cause, b.ranks, _function(b)):
         kind = "worse" if a.cause != b.cause else "changed"
@@ -77,8 +77,10 @@ def _of_verdicts(test: str, a: Verdict, b: Verdict) -> Iterator[Difference]:
         )
 
 
-def _of_figures(test: str, a: list[dict[str, float]], b: list[dict[str, float]], drift: float) -> Iterator[Difference]:
-    time = _of_times(test, a, b, drift)
+def _figure_differences(
+    test: str, a: list[dict[str, float]], b: list[dict[str, float]], drift: float
+) -> Iterator[Difference]:
+    time = _time_difference(test, a, b, drift)
     if time is not None:
         yield time
     for name in ("added_mib", "peak_gpu_mib"):  # peak_mib includes memory inherited by the fork
@@ -96,7 +98,9 @@ def _of_figures(test: str, a: list[dict[str, float]], b: list[dict[str, float]],
             yield Difference(test=test, what=name, base=f"{x:.6g}", new=f"{y:.6g}", kind=kind)
 
 
-def _of_times(test: str, a: list[dict[str, float]], b: list[dict[str, float]], drift: float) -> Difference | None:
+def _time_difference(
+    test: str, a: list[dict[str, float]], b: list[dict[str, float]], drift: float
+) -> Difference | None:
     a, b = ([f for f in side if f.get("steps", 0) >= FEW_STEPS and f.keys() >= _TIMES] for side in (a, b))
     if not a or not b:
         return None

@@ -17,7 +17,7 @@ def trace_of(evidence: Evidence) -> dict[str, Any]:
     """Return the trace: microseconds since the ranks were started; a process per rank, a track per kind, and an arrow from each
     rank's collective to the same one of the next rank.
     """
-    events = [e for rank in evidence.ranks for e in _of(rank, evidence)]
+    events = [e for rank in evidence.ranks for e in _rank_events(rank, evidence)]
     return {"traceEvents": [*events, *_flows(evidence)], "displayTimeUnit": "ms"}
 
 
@@ -50,7 +50,7 @@ def _flows(evidence: Evidence) -> Iterator[dict[str, Any]]:
             }
 
 
-def _of(rank: RankEvidence, evidence: Evidence) -> Iterator[dict[str, Any]]:
+def _rank_events(rank: RankEvidence, evidence: Evidence) -> Iterator[dict[str, Any]]:
     pid, begin = rank.rank, evidence.started
     end = rank.exit_time or evidence.stop_time or max((b["time"] for b in rank.heartbeats), default=begin)
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {rank.rank}"}}

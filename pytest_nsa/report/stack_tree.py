@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.markup import Markup, tag
-from pytest_nsa.report.terminal import number_ranks, of_several, short_place
+from pytest_nsa.report.terminal import counters_text, number_ranks, short_place
 
 MOST_BRANCHES = 5  # of a frame; the others, with the fewest ranks, share one line
 FOREIGN = 3  # frames of libraries in a row that are shown; more are folded
@@ -109,5 +109,5 @@ def _frame(node: Node, *, is_culprits: bool) -> Markup:
     shown = short_place(frame.describe())
     inside = shown if frame.is_user else shown.rpartition("/site-packages/")[2]
     place = tag("code", inside, title=None if inside == shown else shown)
-    rounds = of_several(node.rounds) if node.rounds else ""
+    rounds = counters_text(node.rounds) if node.rounds else ""
     return tag("div", place, tag("span", f" {rounds}", class_="quiet") if rounds else "", class_=f"frame {kind}")

@@ -198,10 +198,10 @@ def _rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
     for rank in ranks:
         for place, words in rank.rounds.items():
             values.setdefault(place, {}).setdefault(words, []).append(rank.rank)
-    return {place: words for place, ranks_of in values.items() if (words := of_several(ranks_of))}
+    return {place: words for place, ranks_of in values.items() if (words := counters_text(ranks_of))}
 
 
-def of_several(ranks_of: dict[str, list[int]]) -> str:
+def counters_text(ranks_of: dict[str, list[int]]) -> str:
     """Return the counters of several ranks as text: 'step = 3', or 'step = 3 on ranks 0-2; step = 4 on rank 3'; '' for more than
     `MAX_STACK` different texts. ``ranks_of``: the ranks by text.
     """

@@ -18,7 +18,7 @@ from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.traces import merge
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.system.disk_space import where_there_is_room
+from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import append_line, replacing, write_atomically
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
     if verdict.failed:  # from the stop, or without one from the end of the last rank, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
     if keep or verdict.failed:
-        with where_there_is_room():
+        with ignore_full_disk():
             write_verdict(folder, verdict)
             _merge_logs(folder, evidence, verdict)
     return verdict, evidence
@@ -127,7 +127,7 @@ class Recorder:
 
     def replace(self, folder: Path, verdict: Verdict) -> None:
         """Record another verdict on a test that has one."""
-        with where_there_is_room():
+        with ignore_full_disk():
             folder.mkdir(exist_ok=True)  # that of a test which passed may be gone
             write_verdict(folder, verdict)
         self._list(folder, verdict)

@@ -22,12 +22,12 @@ from pytest_nsa.system.disk_space import (
     check_owner,
     check_room,
     check_space,
+    ignore_full_disk,
     largest_file,
     make_folder,
     private_folder,
     private_path,
     reserve,
-    where_there_is_room,
 )
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import append, append_line, read_lines, read_text, write_atomically
@@ -190,20 +190,20 @@ class RunFolder:
 
     def note(self, text: str) -> None:
         """Append a line with the time to the run's ``test_execution.log``."""
-        with where_there_is_room():
+        with ignore_full_disk():
             line = f"{time.strftime('%H:%M:%S')} {masking.text(text)}\n"
             append(self.path / "test_execution.log", line.encode(errors="backslashreplace"))
 
     def report(self, text: str) -> None:
         """Report something that concerns the whole run. The closing lines show it once, whichever workers report it."""
         self.note(text)
-        with where_there_is_room():
+        with ignore_full_disk():
             append_line(self.path / NOTICES, {"text": text})
 
     def announce(self, text: str) -> None:
         """Announce something that is to be read while the test runs."""
         self.note(text)
-        with where_there_is_room():
+        with ignore_full_disk():
             append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
 
     def notices(self) -> list[str]:

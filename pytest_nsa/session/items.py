@@ -156,10 +156,10 @@ class Ranked(pytest.Function):
 
     def _take_over(self, evidence: Evidence) -> None:
         """Copy the properties that the test recorded to this item, and when it failed, what the ranks printed."""
-        self.user_properties.extend(recorded_properties.of_the_test(evidence.ranks))
+        self.user_properties.extend(recorded_properties.item_properties(evidence.ranks))
         log = self.config.stash.get(xml_key, None)
         if log is not None:
-            for name, value in recorded_properties.of_the_suite(evidence.ranks):
+            for name, value in recorded_properties.suite_properties(evidence.ranks):
                 log.add_global_property(name, value)
         verdict = self.stash[verdict_key]
         if verdict.failed:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pytest_nsa.evidence.snapshots import FILE
-from pytest_nsa.system.disk_space import where_there_is_room
+from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import parse, read_bytes, write_atomically
 from pytest_nsa.wire.masking import Mask, mask_with, masked_value
 from pytest_nsa.wire.messages import plain_nodeid
@@ -60,7 +60,7 @@ def _rewrite(path: Path, mask: Callable[[str], str], encoding: str = "utf-8") ->
         return
     masked = mask(text)
     if masked != text:
-        with where_there_is_room():
+        with ignore_full_disk():
             write_atomically(path, masked.encode(encoding, errors="backslashreplace"))
 
 

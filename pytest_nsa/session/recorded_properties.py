@@ -10,14 +10,14 @@ from pytest_nsa.evidence.values import RankEvidence
 Properties = list[tuple[str, Any]]
 
 
-def of_the_test(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
+def item_properties(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
     """Yield what `record_property` was given."""
-    return _by_rank(ranks, [_last_of_the_test(rank) for rank in ranks])
+    return _by_rank(ranks, [_last_item_properties(rank) for rank in ranks])
 
 
-def of_the_suite(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
+def suite_properties(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
     """Yield what `record_testsuite_property` was given."""
-    return _by_rank(ranks, [_all_of_the_suite(rank) for rank in ranks])
+    return _by_rank(ranks, [_all_suite_properties(rank) for rank in ranks])
 
 
 def _by_rank(ranks: Sequence[RankEvidence], recorded: list[Properties]) -> Iterator[tuple[str, Any]]:
@@ -28,13 +28,13 @@ def _by_rank(ranks: Sequence[RankEvidence], recorded: list[Properties]) -> Itera
             yield from ((f"rank{rank.rank}.{name}", value) for name, value in found if (name, value) not in recorded[0])
 
 
-def _last_of_the_test(rank: RankEvidence) -> Properties:
+def _last_item_properties(rank: RankEvidence) -> Properties:
     """Return the properties of the last report: each report has all recorded so far."""
     reports = [entry["report"] for entry in rank.reports]
     return _pairs(reports[-1].get("user_properties")) if reports else []
 
 
-def _all_of_the_suite(rank: RankEvidence) -> Properties:
+def _all_suite_properties(rank: RankEvidence) -> Properties:
     return [pair for entry in rank.reports for pair in _pairs(entry.get("of_the_suite"))]
 
 

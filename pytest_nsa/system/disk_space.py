@@ -19,7 +19,7 @@ _UNLIMITED = 1 << 62
 
 
 @contextlib.contextmanager
-def where_there_is_room() -> Iterator[None]:
+def ignore_full_disk() -> Iterator[None]:
     """Ignore the errors of a full disk, or of a file that may not grow, for data that is not essential."""
     try:
         yield

@@ -204,7 +204,7 @@ class CollectiveRecorder:
 
         def recorded(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            label = self._labels.of_meeting(NEW_GROUP, port, world_size)
+            label = self._labels.of_rendezvous(NEW_GROUP, port, world_size)
             self._sequence[label] += 1
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
             index = self._enter(NEW_GROUP, label, size=world_size, note=note)

@@ -53,7 +53,7 @@ class GroupLabels:
         name = label_of(group)
         return self._label(name) if name else _labelled("unnamed", f"{MARK}rank{self.rank}")
 
-    def of_meeting(self, operation: str, port: int, size: int) -> str:
+    def of_rendezvous(self, operation: str, port: int, size: int) -> str:
         """Return the label of the rendezvous of ``size`` ranks at a port, before they make their default group."""
         return _labelled(operation, "" if self._is_the_job_s(size) else f"{MARK}{port}")
 

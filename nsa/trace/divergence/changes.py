@@ -91,7 +91,7 @@ class _Search:
             here = f"{self.file}:{statement.lineno} in {name}"
             for expression in _own(statement):
                 for receiver, line in _changed_in(expression):
-                    if of := self._what_is(receiver, variables):
+                    if of := self._changed_kind(receiver, variables):
                         place = f"{self.file}:{line} in {name}"
                         yield Change(of, place, place, under.line, under.by_rank)
                 for called in self._called_in(expression, way) if len(way) < DEPTH else ():
@@ -103,7 +103,7 @@ class _Search:
             for inner_block in _blocks(statement):
                 yield from self._in_block(inner_block, name, variables, inside, way)
 
-    def _what_is(self, receiver: str, variables: set[str]) -> str:
+    def _changed_kind(self, receiver: str, variables: set[str]) -> str:
         """Return the kind of the expression that is changed: "gradient", "parameter", or "" for something else."""
         if re.search(r"\bgrads?\b|\.grad\b", receiver):
             return "gradient"

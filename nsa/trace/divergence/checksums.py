@@ -151,9 +151,9 @@ class Checksums:
     ) -> None:
         if not self._report.is_full:
             seen = self._look(kind, step, root, module, ignored, group)
-            self._report.append(kind, seen, self._numbers.joins, self._news_of(root))
+            self._report.append(kind, seen, self._numbers.joins, self._changes_of(root))
 
-    def _news_of(self, root: torch.nn.Module) -> dict[str, object]:
+    def _changes_of(self, root: torch.nn.Module) -> dict[str, object]:
         """Return what a model's update depends on, except gradients, as far as it has changed since the last record."""
         number, now = self._number_of(root), self._state.of(root, self._optimizer)
         now |= {"begun": begun} if (begun := self._begun.get(root)) else {}

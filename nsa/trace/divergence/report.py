@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nsa.trace.divergence.sampling import Seen, norms_of
-from nsa.trace.events import where_there_is_room
+from nsa.trace.events import ignore_full_disk
 from nsa.trace.files import close, open_to_append, write
 from nsa.trace.strict_json import to_json
 
@@ -46,7 +46,7 @@ class Report:
         if seen.model not in self._named:
             self._named.add(seen.model)
             record["names"] = seen.names
-        with where_there_is_room():
+        with ignore_full_disk():
             self._size += write(self._file, to_json(record, as_text=True).encode() + b"\n")
 
     def close(self) -> None:

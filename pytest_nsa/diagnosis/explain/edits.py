@@ -107,7 +107,9 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     """
     sides, made = _sides(entered), _made_by(evidence, entered)
     places = {c.place for c in entered.values()}
-    pairs = _of_one_place(sides) if len(places) == 1 and len(sides) > 1 else _of_waits(evidence, entered, sides)
+    pairs = (
+        _sides_at_one_place(sides) if len(places) == 1 and len(sides) > 1 else _sides_in_waits(evidence, entered, sides)
+    )
     found: dict[tuple[Edit, Ranks, Ranks], Candidate] = {}
     contrasts = _Contrasts(evidence, entered)
     for edits, ranks, others in pairs:
@@ -140,7 +142,7 @@ def _sides(entered: Calls) -> list[Ranks]:
     return sorted(map(tuple, found.values()), key=lambda side: (-len(side), side))
 
 
-def _of_one_place(sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
+def _sides_at_one_place(sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
     """Yield (edits, ranks, others) for ranks that made different calls at one place of a group's sequence."""
     edits = (Edit.SKIP, Edit.EXTRA, Edit.MISMATCH)
     for side in sides[:MOST_SIDES]:
@@ -149,7 +151,7 @@ def _of_one_place(sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Rank
         yield edits, tuple(sorted(r for side in sides[1:] for r in side)), sides[0]
 
 
-def _of_waits(
+def _sides_in_waits(
     evidence: Evidence, entered: Calls, sides: Sequence[Ranks]
 ) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
     """Yield (edits, ranks, others) for ranks that wait at several places: for each place, the ranks inside and the

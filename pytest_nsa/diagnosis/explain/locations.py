@@ -48,7 +48,7 @@ def line_in(call: Collective, place: str) -> int:
     return 0
 
 
-def where_ways_part(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
+def diverging_lines(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
     """Return the outermost lines at which the paths to two calls diverge; the calls' own lines where the paths are
     equal.
     """

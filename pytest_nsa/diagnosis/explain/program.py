@@ -84,7 +84,7 @@ def position_of(rank: RankEvidence, call: Collective) -> Position:
     """Return the position of a rank in a call: by its stack, with counters, where that shows the line of the call; else by
     the call's path, with the counters of the functions that the rank is in while the call has not returned.
     """
-    way, stack = tuple(Frame(place, {}) for place in reversed(call.way)), _of_stack(rank)
+    way, stack = tuple(Frame(place, {}) for place in reversed(call.way)), _position_from_stack(rank)
     if any(frame.place == call.site for frame in stack):
         return stack
     if not call.is_inside or not stack:
@@ -93,7 +93,7 @@ def position_of(rank: RankEvidence, call: Collective) -> Position:
     return tuple(Frame(frame.place, counters.get(frame.function, {})) for frame in way)
 
 
-def _of_stack(rank: RankEvidence) -> Position:
+def _position_from_stack(rank: RankEvidence) -> Position:
     """Return the position of a rank by its stack and counters; () where it left no stack."""
     counted = [(place, dict(values)) for place, values in rank.counters]
     found = []

@@ -54,7 +54,7 @@ def line_that_ends(loop: ast.For | ast.While) -> int:
     return loop.lineno
 
 
-def where_its_loss_is_computed(sources: Sources, place: str) -> str:
+def loss_location(sources: Sources, place: str) -> str:
     """Return the location at which a function computed the object on which its line calls ``backward``; '' where that
     happens elsewhere.
     """

@@ -181,10 +181,10 @@ def _busy(rank: RankEvidence) -> Activity | None:
     of_main = rank.process.get("main_cpu_share", whole)
     shows_other = rank.stack is not None and not rank.stack.is_main
     computes_there = of_main >= STARVED or (shows_other and whole - of_main >= BUSY)
-    return _what_computes(rank) if computes_there else None
+    return _computing_activity(rank) if computes_there else None
 
 
-def _what_computes(rank: RankEvidence) -> Activity:
+def _computing_activity(rank: RankEvidence) -> Activity:
     stack, frame = rank.stack, user_frame(rank)
     n = rank.board.numbers if rank.board is not None else {}
     # On a busy machine the heartbeat is late for lack of a core, too.

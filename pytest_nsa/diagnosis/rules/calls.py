@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.locations import where_ways_part
+from pytest_nsa.diagnosis.explain.locations import diverging_lines
 from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -160,7 +160,7 @@ def origin_of_extra(evidence: Evidence, culprits: tuple[int, ...], call: Collect
 
 def _origin_at(call: Collective, paired: Collective, who: str, others: str) -> Origin:
     """Return the origin at ``call``, which ``who`` entered where the ``others`` entered ``paired``."""
-    here, there = where_ways_part(call.way, paired.way)
+    here, there = diverging_lines(call.way, paired.way)
     since = f"; off by one call since {call.op} #{call.sequence}, which {who} entered at {here}, {others} at {there}"
     return Origin(call.site, here if len(call.way) > 1 and here != call.site else "", since)
 

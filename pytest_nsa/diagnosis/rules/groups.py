@@ -38,7 +38,7 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         return None  # its members are unknown
     elsewhere = {rank: c for rank, c in making.items() if world_of(c.group)}
     if elsewhere:
-        return _of_another_world(evidence, elsewhere)
+        return _group_of_another_world(evidence, elsewhere)
     differing = _first_difference(evidence, making)
     if differing is not None:
         return _finding(evidence, *differing)
@@ -71,7 +71,7 @@ def _finding(
     )  # fmt: skip
 
 
-def _of_another_world(evidence: Evidence, making: Mapping[int, Collective]) -> Finding | None:
+def _group_of_another_world(evidence: Evidence, making: Mapping[int, Collective]) -> Finding | None:
     """Find that a rank waits in the creation of a group of another world, which not all of its members have entered.
 
     Which members are missing is unknown: they may be processes that are no ranks of the job.

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.explain.messages import KEY, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, few, last_seen
 from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, stated
-from pytest_nsa.diagnosis.words import because, terms_of, waits_for_a_key, what_they_do
+from pytest_nsa.diagnosis.words import because, describe_awaited, terms_of, waits_for_a_key
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, KeyUse
 
@@ -47,7 +47,9 @@ def unset(evidence: Evidence) -> Finding | None:
             use.where if use else last_seen(evidence.ranks[wanted.waiters[0]]),
             use.called_from if use else "",
         )
-        reason += f"; {what_they_do(evidence, ranks, entered)}" + (f"; such keys are set at {use.where}" if use else "")
+        reason += f"; {describe_awaited(evidence, ranks, entered)}" + (
+            f"; such keys are set at {use.where}" if use else ""
+        )
         advice = "see why the rank did not set the key that the others wait for"
     return Finding(
         cause=found.candidate.edit.cause, ranks=ranks, where=where, called_from=called_from, advice=advice,

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, has_forgotten,
 from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.diagnosis.words import because, each_call, terms_of, what_they_do
+from pytest_nsa.diagnosis.words import because, describe_awaited, each_call, terms_of
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence
@@ -64,7 +64,7 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     if found.candidate.is_for_all:
         reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the matching call first"
     elif not blames_waiter:
-        reason += f"; {what_they_do(evidence, ranks, entered, instead_of='the matching call')}"
+        reason += f"; {describe_awaited(evidence, ranks, entered, instead_of='the matching call')}"
     collectives = {
         rank: c for rank, c in sorted(entered.items()) if is_collective(c) and (blames_waiter or rank not in ranks)
     }
@@ -118,7 +118,7 @@ def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
         number = len(answers) - 1 if has_forgotten(evidence) else [c.index for c in made].index(call.index)
         if 0 <= number < len(answers) and answers[number].dropped:
             dropped[call.peer] = answers[number]
-    return _of_dropped(evidence, dropped, entered, certain=True) if dropped else None
+    return _dropped_finding(evidence, dropped, entered, certain=True) if dropped else None
 
 
 def lost_messages(evidence: Evidence) -> Finding | None:
@@ -131,10 +131,10 @@ def lost_messages(evidence: Evidence) -> Finding | None:
     if evidence.stop not in (*STOPS, "left_alone") or not dropped or any(not r.is_waiting for r in alive):
         return None
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
-    return _of_dropped(evidence, dropped, waits, certain=False)
+    return _dropped_finding(evidence, dropped, waits, certain=False)
 
 
-def _of_dropped(evidence: Evidence, dropped: Calls, waits: Calls, *, certain: bool) -> Finding:
+def _dropped_finding(evidence: Evidence, dropped: Calls, waits: Calls, *, certain: bool) -> Finding:
     n, first = evidence.job.world_size, dropped[min(dropped)]
     began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, n)
     return Finding(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pytest_nsa.diagnosis.explain.source import where_its_loss_is_computed
+from pytest_nsa.diagnosis.explain.source import loss_location
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.training_states import are_equal, grouped, with_origin
@@ -48,7 +48,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
         return None  # an earlier failure has another cause
     text = error.headline[:120] or error.type
     return Finding(
-        cause="nan_loss", ranks=ranks, where=where_its_loss_is_computed(evidence.sources, site) or site or error.where,
+        cause="nan_loss", ranks=ranks, where=loss_location(evidence.sources, site) or site or error.where,
         reason=f"the loss of step {step} is {value} on {describe_ranks(ranks, evidence.job.world_size)}; then {error.type}: {text}",
         certain=True, confidence=0.9, facts=(exception_fact(rank, error),),
     )  # fmt: skip

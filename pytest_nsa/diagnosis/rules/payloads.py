@@ -31,7 +31,7 @@ def aborted(evidence: Evidence) -> Finding | None:
         if rank.signal != signal.SIGABRT or rank.by_us or at is None:
             continue
         if at.is_receive and 0 <= at.peer < len(evidence.ranks):
-            other = _of_another_size(evidence, rank, at)
+            other = _unexpected_size(evidence, rank, at)
             if other is not None:
                 return other
         if not at.op.startswith(UNEVEN):
@@ -66,7 +66,7 @@ def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
     return finding_of(evidence, waits)
 
 
-def _of_another_size(evidence: Evidence, rank: RankEvidence, at: Collective) -> Finding | None:
+def _unexpected_size(evidence: Evidence, rank: RankEvidence, at: Collective) -> Finding | None:
     """Find that a rank receives a message of another size or type than it expects."""
     for calls in _messages(evidence):
         mine, sent = calls.get(rank.rank), calls.get(at.peer)

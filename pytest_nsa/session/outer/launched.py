@@ -16,7 +16,7 @@ import pytest
 
 from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher, child_environment
-from pytest_nsa.system.disk_space import private_folder, where_there_is_room
+from pytest_nsa.system.disk_space import ignore_full_disk, private_folder
 from pytest_nsa.system.procfs import began
 from pytest_nsa.wire.files import append_line, write_atomically
 
@@ -97,7 +97,7 @@ class SessionLog(NoSessionLog):
 
     def note(self, event: str, **facts: Any) -> None:
         """Append a line."""
-        with where_there_is_room():
+        with ignore_full_disk():
             append_line(self.folder / LOG, {"event": event, "time": time.time(), **facts})
 
     def report(self, report: Any) -> None:
