@@ -47,7 +47,7 @@ class TracedTraining:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.is_symlink():
             raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
-        _refuse_another_s(self.folder)
+        _refuse_folder_in_use(self.folder)
         # Files of an earlier run.
         for old in ("events.jsonl", "stall.json", "standing.json", "stacks.txt", FATAL, TERMINATED):
             (self.folder / old).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ class TracedTraining:
 current: TracedTraining | None = None  # of this process, or inherited by a fork
 
 
-def _refuse_another_s(folder: Path) -> None:
+def _refuse_folder_in_use(folder: Path) -> None:
     """Raise FileExistsError if a live process uses a rank's folder: a rank of another job, or one that started this process."""
     try:
         with open(folder / "events.jsonl", encoding="utf-8") as events:

@@ -81,7 +81,7 @@ class Checkpointer:
         partial = self.folder / f"step_{step:08d}.partial"
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "random": _random_state(self.rank)}
-        _be_quiet_about_one_process()
+        _ignore_single_process_warning()
         description = Description(
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
             data_settings(self.config), torch.__version__, {}, finite,
@@ -254,7 +254,7 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
 
 def read(path: Path, state: dict[str, Any]) -> None:
     """Fill ``state`` from the shards, in place; a collective. Raises ConfigError if they lack a part of it."""
-    _be_quiet_about_one_process()
+    _ignore_single_process_warning()
     try:
         dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner())
     except CheckpointException as error:
@@ -262,7 +262,7 @@ def read(path: Path, state: dict[str, Any]) -> None:
         raise ConfigError(f"checkpoint {str(path)!r}: cannot be loaded ({reason}); give another one") from None
 
 
-def _be_quiet_about_one_process() -> None:
+def _ignore_single_process_warning() -> None:
     """Ignore torch's warning at every save and load of a single process."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 

@@ -19,7 +19,7 @@ from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.stacks import ThreadStack, parse_dump
-from pytest_nsa.evidence.waiting import torch_s_wait
+from pytest_nsa.evidence.waiting import torch_wait
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.report.plain import visible
 from pytest_nsa.system import py_spy
@@ -202,7 +202,7 @@ class Unaided:
         calls: dict[str, list[int]] = {}
         for rank in self.pids:
             stack = self._main(rank)
-            call = torch_s_wait(stack.frames) if stack is not None and rank in self._still_since else ""
+            call = torch_wait(stack.frames) if stack is not None and rank in self._still_since else ""
             calls.setdefault(call, []).append(rank)
         if len(calls) < 2 or "" in calls:
             return None

@@ -271,7 +271,7 @@ def rings(evidence: Evidence) -> Rings:
     return {r.rank: r.board.collectives for r in evidence.ranks if r.board is not None}
 
 
-def has_forgotten(evidence: Evidence) -> bool:
+def has_lost_calls(evidence: Evidence) -> bool:
     """Return whether a rank's ring has lost its first calls, so that counts do not cover the whole program."""
     return any(rank.collectives and rank.collectives[0].index > 0 for rank in evidence.ranks)
 

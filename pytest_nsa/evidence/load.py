@@ -388,7 +388,7 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
         if match is not None and match["file"] in files:
             yield files[match["file"]], int(match["line"])
     stacks = dict.fromkeys(rank.stack for rank in evidence.ranks if rank.stack is not None)
-    yield from dict.fromkeys((f.file, f.line) for stack in stacks for f in stack.test_frames if f.is_package_s)
+    yield from dict.fromkeys((f.file, f.line) for stack in stacks for f in stack.test_frames if f.is_in_package)
 
 
 def find_test_folders(folder: Path) -> list[Path]:

@@ -54,10 +54,10 @@ class Frame:
     @property
     def is_user(self) -> bool:
         """Whether it is user code: not Python's library, an installed package, a compiler's output or this plugin."""
-        return self.is_own or _is_user_s(self.file)
+        return self.is_own or _is_user_code(self.file)
 
     @property
-    def is_package_s(self) -> bool:
+    def is_in_package(self) -> bool:
         """Whether it belongs to an installed package that may call collectives for the user, as a trainer does; not to torch."""
         return not self.is_user and not self.is_ours and _PACKAGE.search(self.file) is not None
 
@@ -69,7 +69,7 @@ def _is_ours(file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_user_s(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     library = file.startswith(("<", *_LIBRARIES)) or _PYTHON_LIBRARY.search(file)
     return not library and not _is_ours(file) and not _GENERATED.search(file)
 

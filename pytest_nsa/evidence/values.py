@@ -18,7 +18,7 @@ from pytest_nsa.evidence.waiting import (
     has_a_time_limit,
     in_recorded_call,
     is_at_a_lock,
-    torch_s_wait,
+    torch_wait,
     waits_for_a_key,
     waits_for_a_result,
 )
@@ -238,7 +238,7 @@ class RankEvidence:
 
     def _is_at_work(self, thread: ThreadStack) -> bool:
         at = thread.user_frame
-        if torch_s_wait(thread.frames):
+        if torch_wait(thread.frames):
             return False
         if at is None and not thread.runs_a_call:
             return thread.runs_a_loop
@@ -278,7 +278,7 @@ class RankEvidence:
             return True
         if computes(self.process):
             return False
-        if not torch_s_wait(stack.frames):
+        if not torch_wait(stack.frames):
             waits = board is not None and bool(board.inside) and waits_for_a_result(stack.frames, self._line(stack))
             return waits and self.process.get("wchan") not in SLEEPS
         return board is None or board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)

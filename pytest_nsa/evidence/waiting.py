@@ -61,7 +61,7 @@ def computes(process: Mapping[str, Any]) -> bool:
     return share >= BUSY or (bool(process.get("wants_cpu")) and share >= STARVED)
 
 
-def torch_s_wait(frames: Sequence[Frame]) -> str:
+def torch_wait(frames: Sequence[Frame]) -> str:
     """Return the function of torch in which a thread waits for other ranks; '' if it does not. Frames innermost first.
 
     Every frame from the innermost to that function must be torch's: if it has called other code (pickling, an import), the
@@ -86,7 +86,7 @@ def _depth(frames: Sequence[Frame]) -> int:
 
 def in_recorded_call(frames: Sequence[Frame]) -> bool:
     """Return whether a thread waits inside a call that the board records, and not in other code that this calls."""
-    return any(_is_recorder(f) for f in frames[: _depth(frames) + 3]) and bool(torch_s_wait(frames))
+    return any(_is_recorder(f) for f in frames[: _depth(frames) + 3]) and bool(torch_wait(frames))
 
 
 def waits_for_a_result(frames: Sequence[Frame], line: str) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from pytest_nsa.system import unix_sockets
 
 
-def past_capture(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+def without_capture(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
     """Return a context in which pytest captures no output."""
     manager = config.pluginmanager.getplugin("capturemanager")
     if manager is None:  # -p no:capture
@@ -32,7 +32,7 @@ class Terminal:
         self._capture = config.pluginmanager.getplugin("capturemanager")
 
     def __call__(self, text: str) -> None:
-        with past_capture(self._config):
+        with without_capture(self._config):
             sys.stdout.write(text)
             sys.stdout.flush()
 

@@ -19,7 +19,7 @@ import pytest
 
 from pytest_nsa.rank import coverage
 from pytest_nsa.settings import COLD_JOB, child_environment
-from pytest_nsa.system.children import end_groups_of_the_dead
+from pytest_nsa.system.children import kill_dead_ranks_groups
 from pytest_nsa.system.prctl import die_with, kill_group
 from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.files import open_to_append, write_atomically
@@ -107,7 +107,7 @@ class ZygoteLauncher:
     def has_ended(self) -> bool:
         if not self.channel.has_ended:
             return False
-        end_groups_of_the_dead(self._pids, self._began)
+        kill_dead_ranks_groups(self._pids, self._began)
         return True
 
     def _receive(self, timeout: float) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ class ZygoteLauncher:
             elif message["op"] == "finished":
                 self._exits[message["rank"]] = message["code"] << 8
         if self.channel.closed:
-            end_groups_of_the_dead(self._pids, self._began)
+            kill_dead_ranks_groups(self._pids, self._began)
             raise LaunchError(f"the process that starts the ranks has ended{self._log_tail()}")
         return messages
 

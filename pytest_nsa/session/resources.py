@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pytest_nsa import marked
-from pytest_nsa.monitor.terminal import past_capture
+from pytest_nsa.monitor.terminal import without_capture
 from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import FAKE_GPU_MEMORY, Settings
 from pytest_nsa.system.gpu import FREED_S, look_at_gpus, memory_used, wait_until_freed
@@ -89,7 +89,7 @@ class Resources:
 
     def _report(self, text: str) -> None:
         """Print a line to the terminal while a test waits; also from an xdist worker, which shares the controller's stderr."""
-        with past_capture(self.config):
+        with without_capture(self.config):
             print(f"\nnsa: {text}", file=sys.__stderr__, flush=True)
 
 

@@ -32,7 +32,7 @@ def end_orphans(known: Collection[int]) -> None:
             _end(pid)
 
 
-def end_groups_of_the_dead(leaders: Collection[int], since: float) -> None:
+def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
     """SIGKILL the processes that dead ranks left, after the zygote, which usually does it, has been killed.
 
     ``leaders`` are the ranks' pids, each of which led a process group. The kernel gives no new process the number of a

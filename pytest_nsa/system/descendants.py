@@ -59,7 +59,7 @@ class Process:
         return any(part in command for part in _HELPERS)
 
 
-def now_in_ticks() -> int:
+def ticks_since_boot() -> int:
     """Return the time since boot, as `Process.began` counts it."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
 

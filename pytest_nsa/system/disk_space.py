@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_nsa.system.prctl import set_aside
+from pytest_nsa.system.prctl import reserve_space
 
 NEEDED = 4 << 20  # bytes that a folder must have room for
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
@@ -60,7 +60,7 @@ def reserve(path: Path, size: int, *, keep_size: bool = False) -> None:
         size = min(size, largest_file())
         if not keep_size:
             os.posix_fallocate(fd, 0, size)
-        elif (number := set_aside(fd, size)) in NO_ROOM:  # for another error, the file system cannot reserve space
+        elif (number := reserve_space(fd, size)) in NO_ROOM:  # for another error, the file system cannot reserve space
             raise OSError(number, os.strerror(number), str(path))
     finally:
         os.close(fd)

@@ -56,7 +56,7 @@ def punch_hole(fd: int, start: int, length: int) -> bool:
     return _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, length) == 0
 
 
-def set_aside(fd: int, length: int) -> int:
+def reserve_space(fd: int, length: int) -> int:
     """Reserve disk space for a file without changing its size. Return 0, or the number of the error."""
     return _fallocate(fd, _FALLOC_FL_KEEP_SIZE, 0, length)
 

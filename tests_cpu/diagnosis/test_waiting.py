@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_nsa.evidence.stacks import Frame
-from pytest_nsa.evidence.waiting import computes, torch_s_wait, waits_for_a_key
+from pytest_nsa.evidence.waiting import computes, torch_wait, waits_for_a_key
 
 LIB = "/usr/lib/python3.11/site-packages/torch"
 USER = Frame("/home/u/train.py", 7, "step")
@@ -42,7 +42,7 @@ def frames(*library: tuple[str, str]) -> list[Frame]:
     ],
 )
 def test_the_function_that_waits_is_the_innermost(stack: list[Frame], waits: str) -> None:
-    assert torch_s_wait(stack) == waits
+    assert torch_wait(stack) == waits
 
 
 def test_a_store_is_not_a_queue_of_that_name() -> None:

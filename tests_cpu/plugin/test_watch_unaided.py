@@ -16,7 +16,7 @@ from pytest_nsa.cli.main import main
 from pytest_nsa.cli.without_evidence import Unaided, as_dump, ranks_of
 from pytest_nsa.evidence.stacks import parse_dump
 from pytest_nsa.system import py_spy
-from pytest_nsa.system.descendants import now_in_ticks
+from pytest_nsa.system.descendants import ticks_since_boot
 from tests_cpu.sockets import free_port
 
 WAITS = """
@@ -200,7 +200,7 @@ def test_a_process_that_has_the_number_of_one_that_ended_is_no_rank() -> None:
     assert not job.is_over
     first.kill()
     first.wait()
-    while now_in_ticks() <= job._began[first.pid][0]:
+    while ticks_since_boot() <= job._began[first.pid][0]:
         time.sleep(0.001)
     for _ in range(100):  # another process may begin meanwhile, and take it
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))

@@ -55,7 +55,7 @@ class GroupLabels:
 
     def of_rendezvous(self, operation: str, port: int, size: int) -> str:
         """Return the label of the rendezvous of ``size`` ranks at a port, before they make their default group."""
-        return _labelled(operation, "" if self._is_the_job_s(size) else f"{MARK}{port}")
+        return _labelled(operation, "" if self._is_job_size(size) else f"{MARK}{port}")
 
     def make(self, operation: str, new: NewGroup) -> Made:
         """Note that a group is about to be made, and return its labels."""
@@ -85,12 +85,12 @@ class GroupLabels:
         other = self._others.get(name)
         return _labelled(name, self._world_of(other if other is not None and not other.ranks else self._default))
 
-    def _is_the_job_s(self, size: int) -> bool:
+    def _is_job_size(self, size: int) -> bool:
         return self.world_size in (0, size)
 
     def _world_of(self, new: NewGroup | None) -> str:
         """Return '@' and the place where the ranks of a world meet; '' for the job's world."""
-        if new is None or self._is_the_job_s(new.size):
+        if new is None or self._is_job_size(new.size):
             return ""
         return f"{MARK}{new.mark or f'rank{self.rank}'}"
 

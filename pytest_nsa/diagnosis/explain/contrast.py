@@ -63,7 +63,7 @@ class Contrast:
         """The latest earlier call that both ranks made from the same lines, or that one made through a wrapper."""
         theirs = {c.place: c for c in self.turned.before if c.peer == -1}
         mine = (c for c in reversed(self.before) if c.peer == -1)
-        return next((c for c in mine if c.place in theirs and _are_one(c.way, theirs[c.place].way)), None)
+        return next((c for c in mine if c.place in theirs and _is_same_path(c.way, theirs[c.place].way)), None)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -174,6 +174,6 @@ class Contrast:
         return one.process_group != other.process_group and END not in (one.op, other.op)
 
 
-def _are_one(way: tuple[str, ...], other: tuple[str, ...]) -> bool:
+def _is_same_path(way: tuple[str, ...], other: tuple[str, ...]) -> bool:
     depth = min(len(way), len(other))  # only the name of a caller's file is known
     return [*map(file_name, way[-depth:])] == [*map(file_name, other[-depth:])]

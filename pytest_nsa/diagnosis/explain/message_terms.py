@@ -28,7 +28,7 @@ Term = TermOfAWait[Owed]
 
 def _counts(o: Owed, call: Collective, rank: int) -> tuple[int, list[int]]:
     """Return how often a rank came to the line of a call, and each other rank that did; (0, []) where a ring has lost calls."""
-    return (0, []) if o.messages.has_forgotten else o.messages.counts(call, rank)
+    return (0, []) if o.messages.has_lost_calls else o.messages.counts(call, rank)
 
 
 def _is_once_more(o: Owed) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.rhythm import MOST_BITS, surprise
-from pytest_nsa.diagnosis.facts import calls_before, has_forgotten
+from pytest_nsa.diagnosis.facts import calls_before, has_lost_calls
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -51,7 +51,7 @@ class Messages:
     """
 
     def __init__(self, evidence: Evidence, waits: Mapping[int, Collective]) -> None:
-        self.evidence, self.waits, self.has_forgotten = evidence, waits, has_forgotten(evidence)
+        self.evidence, self.waits, self.has_lost_calls = evidence, waits, has_lost_calls(evidence)
         self.pending = {rank: c for rank, c in waits.items() if c.peer != -1}
         # They make their call a second time, for a checkpointed forward.
         self.recomputing = {rank for rank in self.pending if recomputes(evidence.ranks[rank])}
@@ -219,7 +219,7 @@ class Owed:
     @property
     def has_odd_tag(self) -> bool:
         """Whether the other ranks, at the same count of this line, all used one tag, and the waiter used another."""
-        if self.messages.has_forgotten:
+        if self.messages.has_lost_calls:
             return False
         place, at_line = len(self.own), self.messages.at_line[line_of(self.call)]
         tags = {calls[place].note for rank, calls in at_line.items() if rank != self.waiter and len(calls) > place}

@@ -256,7 +256,7 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     files, loop = _library_files(rank), rank.loop
     if not any("/asyncio/" in file for file in files):
         return None
-    at = _executor_s_place(rank)
+    at = _executor_place(rank)
     if at:
         return Activity("io_stuck", f"waits in asyncio's loop for a thread of its executor, which is at {at}", 0.6, at)
     if loop is None:
@@ -275,7 +275,7 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     return Activity("lock_deadlock", text, 0.8, where)
 
 
-def _executor_s_place(rank: RankEvidence) -> str:
+def _executor_place(rank: RankEvidence) -> str:
     """Return the location of an executor's thread that runs a call; '' where all its threads are idle."""
     for thread in rank.threads:
         if thread.runs_a_call and thread is not rank.stack:

@@ -79,7 +79,7 @@ def never_arrived(evidence: Evidence) -> Finding | None:
     Otherwise a parameter may be unused on purpose.
     """
     without = [r for r in evidence.ranks if r.gradients_missing]
-    asserted = [(r, error) for r in without if (error := _asserts_on_it(r)) is not None]
+    asserted = [(r, error) for r in without if (error := _assertion_on_missing_gradient(r)) is not None]
     waited_for = [r for r in without if r.needs_every_gradient]
     blamed = waited_for or [r for r, _ in asserted]
     if not blamed:
@@ -101,7 +101,7 @@ def never_arrived(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _asserts_on_it(rank: RankEvidence) -> RaisedException | None:
+def _assertion_on_missing_gradient(rank: RankEvidence) -> RaisedException | None:
     """Return the failed assertion of the rank that names a parameter without a gradient."""
     names = [name for found in rank.gradients_missing for name in found.names]
     failed = (error for error in rank.exceptions if error.type == "AssertionError")

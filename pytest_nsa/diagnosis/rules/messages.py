@@ -7,7 +7,7 @@ import re
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import ended, is_collective
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, has_forgotten, last_seen, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, has_lost_calls, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -115,7 +115,7 @@ def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
             for rank, peer, sends in ends
         )
         # A ring that lost its first calls cannot number them: take the latest.
-        number = len(answers) - 1 if has_forgotten(evidence) else [c.index for c in made].index(call.index)
+        number = len(answers) - 1 if has_lost_calls(evidence) else [c.index for c in made].index(call.index)
         if 0 <= number < len(answers) and answers[number].dropped:
             dropped[call.peer] = answers[number]
     return _dropped_finding(evidence, dropped, entered, certain=True) if dropped else None

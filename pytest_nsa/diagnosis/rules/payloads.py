@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
-from pytest_nsa.diagnosis.facts import all_facts, exception_fact, has_forgotten, rings
+from pytest_nsa.diagnosis.facts import all_facts, exception_fact, has_lost_calls, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
@@ -263,7 +263,7 @@ def _messages(evidence: Evidence) -> Iterator[Calls]:
     tag, pair in their order.
     """
     queues: defaultdict[tuple[object, ...], tuple[list[Collective], list[Collective]]] = defaultdict(lambda: ([], []))
-    if has_forgotten(evidence):
+    if has_lost_calls(evidence):
         return
     takers = {(r.rank, c.group) for r in evidence.ranks for c in r.collectives if c.peer == ANY}
     for rank in evidence.ranks:

@@ -40,7 +40,7 @@ from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.children import children
-from pytest_nsa.system.descendants import TICKS, Process, Started, end, now_in_ticks
+from pytest_nsa.system.descendants import TICKS, Process, Started, end, ticks_since_boot
 from pytest_nsa.system.procfs import how_it_ended
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
@@ -116,7 +116,7 @@ class StartedRanks:
         if isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ()):
             return (yield)
         self.item, self.owner, self.has_children = item, item.nodeid, False
-        self.began, self.before = (time.time(), now_in_ticks()), children()
+        self.began, self.before = (time.time(), ticks_since_boot()), children()
         os.environ.update(self.environment)
         try:
             return (yield)
@@ -233,7 +233,7 @@ class StartedRanks:
         if text:
             del item.stash[shown_key]
             if report.failed:
-                _put_first(report, text)
+                _put_verdict_first(report, text)
             if verdict is not None:
                 report.nsa_explained = verdict.failed
                 named = ("nsa.verdict", headline(verdict))
@@ -283,14 +283,14 @@ class StartedRanks:
 
     def _at_exit(self, session: pytest.Session) -> None:
         """End the processes that multiprocessing would wait for at exit, once they are idle."""
-        if os.getpid() != self.pid or not self._keeps_from_ending():
+        if os.getpid() != self.pid or not self._joined_at_exit():
             return
         left = self._wait_while_at_work()
         if not left:
             return
         owners = {self.started.owners.get(p.key, "") for p in left}
         self.owner = sorted(owners)[0]
-        self.began = (0.0, now_in_ticks())
+        self.began = (0.0, ticks_since_boot())
         jobs, text = self._conclude("deadline", 0.0, None)
         end(p for p in left if not p.is_helper)
         first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
@@ -303,7 +303,7 @@ class StartedRanks:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @staticmethod
-    def _keeps_from_ending() -> set[int]:
+    def _joined_at_exit() -> set[int]:
         """Return the processes that multiprocessing joins at exit. Executors end those of theirs that have no work."""
         module = sys.modules.get("multiprocessing.process")
         started = module.active_children() if module is not None else ()
@@ -322,7 +322,7 @@ class StartedRanks:
         while True:
             for _ in range(10):
                 time.sleep(0.1)
-                joined = self._keeps_from_ending()
+                joined = self._joined_at_exit()
                 if not joined:
                     return []
             found = self._look()
@@ -355,7 +355,7 @@ class StartedRanks:
             shutil.rmtree(self.base, ignore_errors=True)
 
 
-def _put_first(report: Any, text: list[str]) -> None:
+def _put_verdict_first(report: Any, text: list[str]) -> None:
     """Put the verdict before the failure's text, and into the short summary, in a form that xdist's workers can send."""
     shown = "\n".join(map(visible, text)) + "\n"
     if isinstance(report.longrepr, ExceptionChainRepr):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.monitor.terminal import past_capture
+from pytest_nsa.monitor.terminal import without_capture
 from pytest_nsa.system.procfs import began
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import write_json
@@ -25,7 +25,7 @@ class JobAnnouncer:
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self.path = folder / "test.json"
         self._has_begun = False
-        with past_capture(config):
+        with without_capture(config):
             self._screen = os.dup(2)
 
     def follow(self, nodeid: str, of_fixtures: Collection[int]) -> None:
