@@ -171,9 +171,9 @@ class Unaided:
             else:
                 self._still_since.setdefault(rank, began)
             self._stacks[rank] = stacks
-        self.finding = self._diagnosed(facts, {rank: now for rank, (now, *_) in after.items()})
+        self.finding = self._diagnosed(facts)
 
-    def _diagnosed(self, facts: Mapping[int, dict[str, Any]], now: Mapping[int, ProcessState | None]) -> Finding | None:
+    def _diagnosed(self, facts: Mapping[int, dict[str, Any]]) -> Finding | None:
         """Return the finding of the rules on ranks that did not move; None if all ranks move."""
         still = [rank for rank in facts if rank in self._still_since]
         if not still:

@@ -40,7 +40,7 @@ def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = N
         tag("p", short_place(v.reason), class_="why"),
         source(evidence, v.where),
         tag("dl", *_facts(v), *_memory(evidence, v)),
-        _section("Where each rank was", stack_tree(evidence, v.ranks) or _seen(evidence, v)),
+        _section("Where each rank was", stack_tree(evidence, v.ranks) or _seen(evidence)),
         _section("Collectives", *call_tables(evidence)),
         _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
         curves(run / entry.folder),
@@ -139,7 +139,7 @@ def _memory(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
         yield tag("dd", "; ".join(f"rank {rank} {mib:.0f} MiB" for rank, mib in found[:8]), " at the stall")
 
 
-def _seen(evidence: Evidence, v: Verdict) -> list[Markup]:
+def _seen(evidence: Evidence) -> list[Markup]:
     """Return, if there is no stack, the lines on the boards and the exceptions of the ranks, equal ones once."""
     places: dict[str, list[int]] = {}
     for rank in evidence.ranks:

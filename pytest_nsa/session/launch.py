@@ -54,7 +54,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
         outer = request.node.stash.get(timeout_key, None)
         if timeout is None:
             timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
-        _check(request, function, world_size, timeout, outer, arguments or {})
+        _check(function, world_size, timeout, outer, arguments or {})
         _check_choice(function, "backend", backend, BACKENDS)
         _check_choice(function, "parallel", parallel, PARALLELS)
         runner = request.config.stash[runner_key]
@@ -90,14 +90,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             remove_tree(folder)
 
 
-def _check(
-    request: pytest.FixtureRequest,
-    function: Any,
-    world_size: int,
-    timeout: float,
-    outer: float | None,
-    arguments: dict[str, Any],
-) -> None:
+def _check(function: Any, world_size: int, timeout: float, outer: float | None, arguments: dict[str, Any]) -> None:
     name = getattr(function, "__qualname__", repr(function))
     if current_rank() is not None:
         raise RuntimeError(

@@ -188,7 +188,7 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
             by_rank = dict(zip(streams, records, strict=True))
             index = _first_difference(by_rank)
             if index is not None:
-                found = _diverged(evidence, by_rank, index, names)
+                found = _diverged(by_rank, index, names)
                 if 0 < len(alone) < len(streams):
                     who, site = describe_ranks(tuple(alone), evidence.job.world_size), past[alone[0]][0]["site"]
                     bypass = f"{who} alone updated the model past its DDP wrapper, at {site}"
@@ -222,7 +222,7 @@ def _first_difference(records: Mapping[int, dict[str, Any]]) -> int | None:
     return None
 
 
-def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: int, names: list[str]) -> Finding:
+def _diverged(records: Mapping[int, dict[str, Any]], index: int, names: list[str]) -> Finding:
     values = {rank: r["norms"][index] for rank, r in records.items()}
     largest = max(grouped(values, TOLERANCE), key=len)
     minority = tuple(r for r in values if r not in largest)
