@@ -402,7 +402,7 @@ def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     other = load_config(tmp_path / "small.yaml")
     other = replace(other, data=replace(other.data, hub="other/texts"))
-    with pytest.raises(ConfigError, match=r"is of hub=None \(here 'other/texts'\)"):
+    with pytest.raises(ConfigError, match=r"is for hub=None \(here 'other/texts'\)"):
         refuse_other_data(saved, other)
 
 
