@@ -138,7 +138,7 @@ class Checkpointer:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
         write_atomically(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n", synced=True)
-        # A run that was resumed from an earlier step reaches this step again. Deleting the older checkpoint takes time: it comes last.
+        # A run that was resumed from an earlier step reaches this one again. Deleting the older one takes time: it is last.
         replaced = _set_aside(target) if target.exists() else None
         partial.rename(target)
         write_atomically(self.folder / "latest", target.name + "\n", follow=True, synced=True)
