@@ -27,15 +27,17 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-import _pytest.assertion
-import _pytest.config
-import torch
-import torch._dynamo
-import torch.distributed
-import torch.distributed.checkpoint.state_dict
-import torch.distributed.device_mesh
-import torch.distributed.fsdp
-import torch.utils.data
+sys.path[0] = os.path.dirname(sys.path[0])  # `nsa`, which torch imports, is not tests_cpu/nsa
+
+import _pytest.assertion  # noqa: E402
+import _pytest.config  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch.distributed  # noqa: E402
+import torch.distributed.checkpoint.state_dict  # noqa: E402
+import torch.distributed.device_mesh  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
+import torch.utils.data  # noqa: E402
 
 PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -85,8 +87,9 @@ def serve(fd: int) -> None:
 
 def _import_plugins() -> None:
     """Import what each session imports of its plugins, by the import hook of pytest's assertions, as a session does."""
-    sys.path[0] = os.path.dirname(sys.path[0])  # `nsa` is not tests_cpu/nsa
     config = _pytest.config.get_config()
+    if not hasattr(config, "inicfg"):  # pytest 8.4 makes it as it parses
+        config.inicfg = {}
     hook = _pytest.assertion.install_importhook(config)
     hook.mark_rewrite("pytest_nsa", *(name.partition(".")[0] for name in PLUGINS))
     package = importlib.import_module("pytest_nsa")

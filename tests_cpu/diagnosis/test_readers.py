@@ -114,7 +114,7 @@ def test_a_board_is_read_as_it_was_written(
     assert found.path == tuple(place for place, _ in modules)[:MAX_PATH]
     assert found.module == (modules[-1][1] if modules else "")
     seen = [(c.op, c.site, c.count, not c.is_inside) for c in found.collectives]
-    assert seen == [(op[:24], site, count, leaves) for op, site, count, leaves in calls]
+    assert seen == [(op[:32], site, count, leaves) for op, site, count, leaves in calls]
 
 
 FRAME = st.tuples(NAME, st.integers(1, 9999), NAME)

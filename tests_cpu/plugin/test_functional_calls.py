@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed._functional_collectives as functional
 
 from pytest_nsa.testing import run_example
 
@@ -88,9 +89,11 @@ def test_a_rank_that_skips_a_call_is_named(pytester: pytest.Pytester) -> None:
     skipped = {
         "test_by_the_manager": "coalesced #5 (float32 x 15)",
         "test_by_a_functional_list": "all_reduce_coalesced #5 (float32 x 9)",
-        "test_in_a_backward": "reduce_scatter_tensor #8 (float32 x 18)",
     }
+    if hasattr(functional, "reduce_scatter_tensor_backward"):  # older versions of torch have it in C++
+        skipped["test_in_a_backward"] = "reduce_scatter_tensor #8 (float32 x 18)"
     for name, call in skipped.items():
         verdict = result.verdicts[name]
         assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (1,)), name
-        assert f"rank 1 went on without {call}" in verdict.reason.replace("all_gather_single_", ""), name
+        assert verdict.reason.startswith("rank 1 went on without "), name
+        assert call in verdict.reason, name

@@ -12,7 +12,10 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators
 from torch._ops import OpOverloadPacket
 
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")  # the second until torch 2.12
+_NAMESPACES = (
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+)  # the second for functions with a backward, in older versions
 _COLLECTIVES = (
     "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_",
     "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor",
