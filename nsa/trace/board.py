@@ -279,7 +279,7 @@ class Board:
         self._end(index, "left", -now if refused else now)
 
     def drop(self, index: int) -> None:
-        """Record that the program has dropped the Work of the send or receive ``index`` without waiting for it."""
+        """Record that the program has dropped the Work of ``index``, a message that it never waited for, or a call that failed."""
         self._end(index, "dropped", wall_clock())
 
     def _end(self, index: int, field: str, value: float) -> None:

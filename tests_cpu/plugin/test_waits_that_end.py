@@ -25,6 +25,17 @@ def test_backs_off_after_a_timeout(group):
 
 
 @world_size(2)
+@pytest.mark.parametrize("how", ["_set_pg_timeout", "set_timeout"])
+def test_expects_a_timeout_that_it_has_set(group, how):
+    set_limit = getattr(dist.distributed_c10d, how, None)  # torch 2.15 has the second
+    if set_limit is None:
+        pytest.skip("another version of torch")
+    set_limit(datetime.timedelta(seconds=4))
+    with pytest.raises(RuntimeError):
+        dist.broadcast(torch.ones(1), 1 - group.rank)
+
+
+@world_size(2)
 def test_functional_by_name_and_not(group):
     time.sleep(2.5 * group.rank)
     if group.rank:
@@ -101,14 +112,14 @@ def test_order(group, number):
 
 def test_after_a_caught_timeout_and_by_functional_collectives(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, LATE)
-    assert result.outcomes == {"passed": 2}
+    assert result.outcomes in ({"passed": 3, "skipped": 1}, {"passed": 4})
     assert "cannot resolve itself" not in result.stdout
 
 
 @pytest.mark.slow
 def test_more_waits_that_end(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, LATE + MORE)
-    assert result.outcomes["passed"] == 5
+    assert result.outcomes["passed"] in (6, 7)
     assert "cannot resolve itself" not in result.stdout
 
 

@@ -100,6 +100,9 @@ class CollectiveRecorder:
         # A new group: its ranks meet in the store, and in gloo's own rendezvous.
         self._wrap_blocking(dist.distributed_c10d, "_new_process_group_helper", NEW_GROUP)
         self._wrap_meeting()
+        # The time limit of a group changes: by a method since torch 2.15, by a function in all versions.
+        self._wrap_new_limit(group_class, "set_timeout")
+        self._wrap_new_limit(dist.distributed_c10d, "_set_pg_timeout")
         functional.install(self._functional_collective, self._functional_wait)
         self.stores.install()
         # The construction of DDP begins by comparing the parameters' shapes over all ranks.
@@ -172,7 +175,7 @@ class CollectiveRecorder:
                 group = result[0] if isinstance(result, tuple) else result
                 if isinstance(group, dist.ProcessGroup):
                     self._wrap_python_group(group)
-                self._limits[made.label] = limit_of_group(kwargs.get("timeout"))
+                self._limits[made.label] = limit_of_group(limit_of_call([kwargs.get("timeout")]))
                 self._note_group(made.label, made)
             return result
 
@@ -194,6 +197,20 @@ class CollectiveRecorder:
         for made in self._labels.all_made(NEW_GROUP):
             for label in {made.label, made.making} - {NEW_GROUP}:
                 self._note_group(label, made)
+
+    def _wrap_new_limit(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            given = (*args, *kwargs.values())
+            group = next((value for value in given if isinstance(value, dist.ProcessGroup)), dist.group.WORLD)
+            self._limits[self._labels.of(group)] = limit_of_group(limit_of_call(given))
+            return result
+
+        setattr(owner, name, recorded)
 
     def _wrap_meeting(self) -> None:
         """Wrap the creation of the store of env:// and tcp://: the first rank serves it, and waits in it for the others."""
@@ -294,7 +311,7 @@ class CollectiveRecorder:
         entry = self._take(key)
         if entry is None:
             return
-        if entry.is_message:
+        if entry.is_message or entry.has_failed():
             self.board.drop(entry.index)
         elif entry.outlives_its_work():
             with self._lock:

@@ -22,7 +22,6 @@ def limit_of_call(values: Iterable[Any]) -> float:
     return 0.0
 
 
-def limit_of_group(timeout: Any) -> float:
-    """Return a new group's time limit in seconds, if it is at most `SHORT_S`; else 0.0."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
-    return seconds if 0.0 < seconds <= SHORT_S else 0.0
+def limit_of_group(seconds: float) -> float:
+    """Return a group's time limit in seconds, if it is at most `SHORT_S`; else 0.0."""
+    return seconds if seconds <= SHORT_S else 0.0

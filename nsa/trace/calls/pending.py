@@ -48,6 +48,10 @@ class Pending:
             return bool(work.is_completed()) and not _failed(future_of(work))
         return self._future is None or (self._future.done() and not _failed(self._future))
 
+    def has_failed(self) -> bool:
+        """Return whether the call has ended with an error, as at its time limit."""
+        return _failed(self._future)
+
     def outlives_its_work(self) -> bool:
         """Return whether the call continues although its Work has just been dropped."""
         return self._future is not None and not self._future.done()

@@ -127,7 +127,7 @@ def lost_messages(evidence: Evidence) -> Finding | None:
     The unfinished message may block the connection, so that a call that all ranks have entered does not complete either.
     """
     alive = [r for r in evidence.ranks if not r.finished]
-    dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped}
+    dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped and c.peer != -1}
     if evidence.stop not in (*STOPS, "left_alone") or not dropped or any(not r.is_waiting for r in alive):
         return None
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}

@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
-from pytest_nsa.evidence.collectives import by_place, first_departure
+from pytest_nsa.evidence.collectives import Rings, by_place, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
@@ -166,14 +166,17 @@ _SIZES = {  # in bytes; 1 where a type is not listed
 
 
 def wrong_numbers(evidence: Evidence) -> Finding | None:
-    """Find that ranks gave different types, counts or reductions to a call, though the test passed."""
-    entered = first_departure(rings(evidence))
+    """Find that ranks gave different types, counts or reductions to a call that ended, though the test passed."""
+    made = rings(evidence)
+    ended = {c.place for ring in made.values() for c in ring if c.left > 0}
+    made = {rank: tuple(c for c in ring if c.place in ended) for rank, ring in made.items()}
+    entered = first_departure(made)
     if entered is not None and len({c.op for c in entered.values()}) == 1:
         found = explain(evidence, entered)
         if found is not None:
             finding = _of_another_kind(evidence, entered, found.candidate.ranks)
             return replace(finding, certain=found.is_certain, confidence=round(found.probability, 2))
-    for calls in _in_order(evidence):
+    for calls in _in_order(made):
         if len({_terms(c, calls) for c in calls.values()}) > 1:
             return _of_another_kind(evidence, calls, _odd_ones(evidence, calls))
     for calls in _messages(evidence):
@@ -192,9 +195,9 @@ def _of_another_kind(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]
     )  # fmt: skip
 
 
-def _in_order(evidence: Evidence) -> Iterator[Calls]:
+def _in_order(made: Rings) -> Iterator[Calls]:
     """Yield, in their order, the calls of each place that all ranks of a group entered by the same operation."""
-    found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in rings(evidence).items()})
+    found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in made.items()})
     for place in sorted(found, key=lambda place: (place[1], place[0])):
         calls = found[place]
         first = next(iter(calls.values()))
