@@ -33,7 +33,7 @@ from nsa.trace.calls.arguments import (
 )
 from nsa.trace.calls.compiled import outside_graphs
 from nsa.trace.calls.labels import GroupLabels, Made
-from nsa.trace.calls.limits import limit_of_call, limit_of_group
+from nsa.trace.calls.limits import limit_of_call, limit_of_group, report_new_limits
 from nsa.trace.calls.pending import Pending
 from nsa.trace.calls.stores import Limit, StoreRecorder
 from nsa.trace.files import wall_clock
@@ -100,9 +100,7 @@ class CollectiveRecorder:
         # A new group: its ranks meet in the store, and in gloo's own rendezvous.
         self._wrap_blocking(dist.distributed_c10d, "_new_process_group_helper", NEW_GROUP)
         self._wrap_meeting()
-        # The time limit of a group changes: by a method since torch 2.15, by a function in all versions.
-        self._wrap_new_limit(group_class, "set_timeout")
-        self._wrap_new_limit(dist.distributed_c10d, "_set_pg_timeout")
+        report_new_limits(lambda group, limit: self._limits.update({self._labels.of(group): limit}))
         functional.install(self._functional_collective, self._functional_wait)
         self.stores.install()
         # The construction of DDP begins by comparing the parameters' shapes over all ranks.
@@ -197,20 +195,6 @@ class CollectiveRecorder:
         for made in self._labels.all_made(NEW_GROUP):
             for label in {made.label, made.making} - {NEW_GROUP}:
                 self._note_group(label, made)
-
-    def _wrap_new_limit(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
-            return
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            given = (*args, *kwargs.values())
-            group = next((value for value in given if isinstance(value, dist.ProcessGroup)), dist.group.WORLD)
-            self._limits[self._labels.of(group)] = limit_of_group(limit_of_call(given))
-            return result
-
-        setattr(owner, name, recorded)
 
     def _wrap_meeting(self) -> None:
         """Wrap the creation of the store of env:// and tcp://: the first rank serves it, and waits in it for the others."""

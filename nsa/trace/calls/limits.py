@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 # A limit of a group, for all its collectives. Up to this value, a test is assumed to expect it; longer ones, as torch's default of
 # half an hour, are there for ranks that hang.
@@ -25,3 +27,25 @@ def limit_of_call(values: Iterable[Any]) -> float:
 def limit_of_group(seconds: float) -> float:
     """Return a group's time limit in seconds, if it is at most `SHORT_S`; else 0.0."""
     return seconds if seconds <= SHORT_S else 0.0
+
+
+def report_new_limits(to: Callable[[Any, float], None]) -> None:
+    """Call ``to`` with a group and its limit, as `limit_of_group` returns it, whenever the program sets one.
+
+    By a method of the group since torch 2.15, by a function in all versions.
+    """
+    for owner, name in ((dist.ProcessGroup, "set_timeout"), (dist.distributed_c10d, "_set_pg_timeout")):
+        original = getattr(owner, name, None)
+        if original is not None:
+            setattr(owner, name, _reported(original, to))
+
+
+def _reported(original: Callable[..., Any], to: Callable[[Any, float], None]) -> Callable[..., Any]:
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        group = next((value for value in given if isinstance(value, dist.ProcessGroup)), dist.group.WORLD)
+        to(group, limit_of_group(limit_of_call(given)))
+        return result
+
+    return reported
