@@ -112,7 +112,7 @@ def test_order(group, number):
 
 def test_after_a_caught_timeout_and_by_functional_collectives(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, LATE)
-    assert result.outcomes in ({"passed": 3, "skipped": 1}, {"passed": 4})
+    assert result.outcomes["passed"] + result.outcomes.get("skipped", 0) == 4
     assert "cannot resolve itself" not in result.stdout
 
 
