@@ -173,7 +173,7 @@ class CollectiveRecorder:
                 group = result[0] if isinstance(result, tuple) else result
                 if isinstance(group, dist.ProcessGroup):
                     self._wrap_python_group(group)
-                self._limits[made.label] = limit_of_group(limit_of_call([kwargs.get("timeout")]))
+                self._limits[made.label] = limit_of_group(kwargs.get("timeout"))
                 self._note_group(made.label, made)
             return result
 

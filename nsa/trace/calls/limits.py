@@ -24,9 +24,10 @@ def limit_of_call(values: Iterable[Any]) -> float:
     return 0.0
 
 
-def limit_of_group(seconds: float) -> float:
-    """Return a group's time limit in seconds, if it is at most `SHORT_S`; else 0.0."""
-    return seconds if seconds <= SHORT_S else 0.0
+def limit_of_group(timeout: Any) -> float:
+    """Return the time limit of a group or a store in seconds, if it is at most `SHORT_S`; else 0.0."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+    return seconds if 0.0 < seconds <= SHORT_S else 0.0
 
 
 def report_new_limits(to: Callable[[Any, float], None]) -> None:
@@ -45,7 +46,7 @@ def _reported(original: Callable[..., Any], to: Callable[[Any, float], None]) ->
         result = original(*args, **kwargs)
         given = (*args, *kwargs.values())
         group = next((value for value in given if isinstance(value, dist.ProcessGroup)), dist.group.WORLD)
-        to(group, limit_of_group(limit_of_call(given)))
+        to(group, limit_of_group(next((value for value in given if isinstance(value, timedelta)), None)))
         return result
 
     return reported
