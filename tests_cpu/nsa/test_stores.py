@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from nsa.trace.board import Board
+from nsa.trace.calls import stores
 from nsa.trace.calls.stores import Limit, StoreRecorder
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 
@@ -54,6 +56,13 @@ class Recorded:
 @pytest.fixture
 def recorded(tmp_path: Path) -> Recorded:
     return Recorded(tmp_path)
+
+
+def test_every_method_of_a_store_is_recorded() -> None:
+    """But for those that nothing depends on: settings, copies, and the end of a key."""
+    others = {"timeout", "set_timeout", "clone", "has_extended_api", "delete_key"}
+    recorded = {*stores._WAITS, *stores._WAITS_OF_A_CLASS, *stores._LOOKS, *stores._SETS}
+    assert {name for name in dir(dist.Store) if not name.startswith("_")} - others <= recorded
 
 
 def test_a_call_within_another_gives_way_to_its_key_and_its_limit(recorded: Recorded) -> None:

@@ -22,7 +22,7 @@ LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
 _WAITS = ("wait", "get", "queue_pop")
 # Not wrapped in the class Store: torch would take the wrappers for overrides of a store written in Python.
 _WAITS_OF_A_CLASS = ("multi_get", "barrier")
-_LOOKS = ("check", "add", "num_keys")
+_LOOKS = ("check", "add", "num_keys", "list_keys", "queue_len")
 _SETS = ("set", "append", "compare_set", "multi_set", "queue_push")
 _MOST_USES = 64  # lines and kinds of keys, for each of which the first and the last key is recorded
 _STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
@@ -125,7 +125,9 @@ class StoreRecorder:
 
     def wrap_look(self, kind: Any, name: str) -> None:
         """Wrap a method of a class of stores that returns at once: a program that calls it in a loop polls for another rank."""
-        original = getattr(kind, name)
+        original = getattr(kind, name, None)
+        if original is None:
+            return
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
