@@ -88,7 +88,7 @@ def serve(fd: int) -> None:
 def _import_plugins() -> None:
     """Import what each session imports of its plugins, by the import hook of pytest's assertions, as a session does."""
     config = _pytest.config.get_config()
-    if not hasattr(config, "inicfg"):  # pytest 8.4 makes it as it parses
+    if not hasattr(type(config), "inicfg"):  # pytest 8.4 makes it as it parses
         config.inicfg = {}
     hook = _pytest.assertion.install_importhook(config)
     hook.mark_rewrite("pytest_nsa", *(name.partition(".")[0] for name in PLUGINS))

@@ -90,7 +90,7 @@ def test_a_full_queue_is_one_line_and_ends_the_session(warm: WarmPython, tmp_pat
         "def pytest_configure_node(node):\n"
         "    try:\n"
         "        while True:\n"
-        "            held.append(unix_sockets.connect(node.workerinput['nsa_zygote'], 0))\n"
+        "            held.append(unix_sockets.connect(node.workerinput['nsa_zygote']))\n"
         "    except TimeoutError:\n"
         "        pass\n"
     )

@@ -126,9 +126,7 @@ def split_sizes(args: tuple[Any, ...], size: int) -> str:
     if all(isinstance(a, torch.Tensor) for a in args[:2]):  # the output, and the input
         rows = [a.shape[0] if a.dim() else 0 for a in args[:2]]
         takes, gives = takes or [rows[0] // size] * size, gives or [rows[1] // size] * size
-    if not gives or not takes or len({*gives, *takes}) == 1:
-        return ""
-    return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}"
+    return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
 
 
 def was_refused(error: Exception, name: str) -> bool:
