@@ -220,10 +220,11 @@ class CollectiveRecorder:
         self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         __tracebackhide__ = True
+        if getattr(self._inside, "depth", 0):
+            return original(*args, **kwargs)
         given = (group_of(v) for v in (*kwargs.values(), *reversed(args)))
         group = next((g for g in given if g is not None), dist.group.WORLD)
-        is_inside: int = getattr(self._inside, "depth", 0)
-        if group is None or is_inside:
+        if group is None:
             return original(*args, **kwargs)
         dtype, count, _ = payload_of(args)
         label, size = self._labels.of(group), group.size()

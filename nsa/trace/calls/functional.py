@@ -12,10 +12,8 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators
 from torch._ops import OpOverloadPacket
 
-_NAMESPACES = (
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-)  # the second for functions with a backward, in older versions
+# Older versions of torch have the second for functions with a backward.
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 _COLLECTIVES = (
     "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_",
     "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor",
