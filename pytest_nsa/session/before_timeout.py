@@ -1,4 +1,4 @@
-"""Call a function at a test's time limit, before pytest-timeout ends the test."""
+"""Call functions at a test's time limit, before and after pytest-timeout ends the test."""
 
 from __future__ import annotations
 
@@ -11,22 +11,43 @@ from typing import Any
 
 import pytest
 
+AGAIN_S = 6.0  # after which a test that is blocked in its cleanup since its limit is ended once more
+
 
 def by_signal(settings: Any) -> bool:
     """Return whether pytest-timeout raises in the test by SIGALRM; else a thread of it ends the process."""
     return settings.method == "signal" and threading.current_thread() is threading.main_thread()
 
 
-def call_before_alarm(first: Callable[[FrameType | None], object]) -> None:
-    """Call ``first`` with the frame that SIGALRM interrupts, then pytest-timeout's handler, which is set already."""
+def call_around_alarm(
+    before: Callable[[FrameType | None], object],
+    after: Callable[[], bool],
+    is_blocked: Callable[[FrameType | None], bool],
+) -> None:
+    """Call ``before`` with the frame that SIGALRM interrupts, then pytest-timeout's handler, which is set already, then ``after``.
+
+    Where ``after`` returns True, SIGALRM comes again every `AGAIN_S` until pytest-timeout cancels it. Then pytest-timeout's handler
+    raises once more if ``is_blocked``, called with the frame, returns True.
+    """
     theirs = signal.getsignal(signal.SIGALRM)
     if not callable(theirs):
         return
+    is_first = True
 
     def fire(number: int, frame: FrameType | None) -> None:
         __tracebackhide__ = True
-        first(frame)
-        theirs(number, frame)
+        nonlocal is_first
+        if not is_first:
+            if is_blocked(frame):
+                theirs(number, frame)
+            return
+        is_first = False
+        before(frame)
+        try:
+            theirs(number, frame)
+        finally:
+            if after():
+                signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
 
     signal.signal(signal.SIGALRM, fire)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -125,21 +127,42 @@ def _add_children(owners: dict[int, str], table: dict[int, Process]) -> None:
 
 
 def end(processes: Iterable[Process]) -> None:
-    """SIGKILL processes, and wait until they have ended. A process that has reused a pid gets no signal."""
-    waiting = []
-    for process in processes:
-        with contextlib.suppress(OSError):
-            handle = os.pidfd_open(process.pid)
-            try:
-                now = _read(Path(f"/proc/{process.pid}"))
-                if now is not None and now.key == process.key and process.pid != os.getpid():
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    waiting.append(process)
-            finally:
-                os.close(handle)
-    deadline = time.monotonic() + GONE_S
-    while time.monotonic() < deadline and any(map(_is_there, waiting)):
-        time.sleep(0.01)
+    """SIGKILL processes, and wait until they have ended. A process that has reused a pid gets no signal.
+
+    In the main thread no handler of SIGCHLD runs for them: that of torch's data loader raises. Children of multiprocessing are
+    reaped, so that it does not raise at the next child's end either.
+    """
+    handler = signal.getsignal(signal.SIGCHLD) if threading.current_thread() is threading.main_thread() else None
+    if callable(handler):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        killed = [process for process in processes if _kill(process)]
+        deadline = time.monotonic() + GONE_S
+        while time.monotonic() < deadline and (any(map(_is_there, killed)) or _are_unreaped(killed)):
+            time.sleep(0.01)
+    finally:
+        if callable(handler):
+            signal.signal(signal.SIGCHLD, handler)
+
+
+def _kill(process: Process) -> bool:
+    with contextlib.suppress(OSError):
+        handle = os.pidfd_open(process.pid)
+        try:
+            now = _read(Path(f"/proc/{process.pid}"))
+            if now is not None and now.key == process.key and process.pid != os.getpid():
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                return True
+        finally:
+            os.close(handle)
+    return False
+
+
+def _are_unreaped(processes: Collection[Process]) -> bool:
+    """Reap the children of multiprocessing that have ended; return whether one of the processes is a child that has not."""
+    module = sys.modules.get("multiprocessing.process")
+    children = module.active_children() if module is not None else ()
+    return not {child.pid for child in children}.isdisjoint(process.pid for process in processes)
 
 
 def _is_there(process: Process) -> bool:

@@ -36,11 +36,12 @@ from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.session.started.job_announcer import JobAnnouncer
+from pytest_nsa.session.started.process_ends import ProcessEnds, end_with_pools, joined_at_exit
 from pytest_nsa.session.started.process_starts import on_start
-from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
+from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe, pids_of
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.children import children
-from pytest_nsa.system.descendants import TICKS, Process, Started, end, ticks_since_boot
+from pytest_nsa.system.descendants import TICKS, Process, Started, ticks_since_boot
 from pytest_nsa.system.procfs import how_it_ended
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
@@ -71,6 +72,9 @@ class StartedRanks:
         self.before: list[int] = []  # the children that existed before the test
         self.has_children = self._is_concluding = False
         self.interrupted: list[str] = []
+        self._ended = ""  # the owner of the processes that are to be ended, because the test is
+        self._is_in_phase = False  # since the test was ended
+        self.ends = ProcessEnds(self._to_end)
         self._undo_signal: Callable[[], None] | None = None
         self._undo_starts = on_start(self._before_child, self.environment)
 
@@ -105,6 +109,7 @@ class StartedRanks:
             if self.item is not None and os.getpid() == self.pid and not self._is_concluding:
                 jobs, text = self._conclude("interrupted", 0.0, frame)
                 self.interrupted = text if jobs else []
+                self._end_soon()
             before(number, frame)
 
         self._undo_signal = at_interrupt(interrupted)
@@ -116,6 +121,7 @@ class StartedRanks:
         if isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ()):
             return (yield)
         self.item, self.owner, self.has_children = item, item.nodeid, False
+        self._ended, self._is_in_phase = "", False
         self.began, self.before = (time.time(), ticks_since_boot()), children()
         os.environ.update(self.environment)
         try:
@@ -155,6 +161,8 @@ class StartedRanks:
     def _after_test(self, item: pytest.Item) -> None:
         """Report the processes that the test left, or end them; delete the evidence of jobs that have ended."""
         self.announcer.follow("", ())
+        if self._ended:
+            self.ends.finish()
         found = self._look()
         if self._left(found, item.nodeid):
             time.sleep(LEFT_S)
@@ -162,14 +170,14 @@ class StartedRanks:
         left = self._left(found, item.nodeid)
         if left:
             if self.settings.descendants == "end":
-                end(left)
+                end_with_pools(left)
                 does = "ended"
             else:
                 does = "still running (ranks_descendants = end ends them)"
             self._warn(item, f"processes that the test left, {does}: {'; '.join(map(_named, left))}")
         alive = {p.pid for p in found if not p.has_ended}
         for job in self.base.glob("job-*"):
-            if alive.isdisjoint(_pids(job)):
+            if alive.isdisjoint(pids_of(job)):
                 shutil.rmtree(job, ignore_errors=True)
 
     def _left(self, found: list[Process], nodeid: str) -> list[Process]:
@@ -188,7 +196,9 @@ class StartedRanks:
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
         if item is self.item and before_timeout.by_signal(settings):
-            before_timeout.call_before_alarm(lambda frame: self._at_limit(item, settings, frame))
+            before_timeout.call_around_alarm(
+                lambda frame: self._at_limit(item, settings, frame), self._end_soon, self._is_blocked
+            )
         elif item is self.item:
             before_timeout.call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
@@ -196,6 +206,7 @@ class StartedRanks:
     def _at_end(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> None:
         """Print and write the reports, because pytest-timeout's thread then ends the process."""
         text = self._at_limit(item, settings, frame)
+        self.ends.finish()
         if text:
             self._write_reports(interrupted=True)
             sys.__stderr__.write("\n".join(["", f"{item.nodeid}:", *map(visible, text), ""]))  # type: ignore[union-attr]
@@ -212,6 +223,18 @@ class StartedRanks:
             self._keep_for_report(item, jobs, text)
         return text
 
+    def _end_soon(self) -> bool:
+        """End the processes of the ended test, which has a little time to do so; return whether it has any."""
+        self._is_in_phase = True
+        return self.ends.begin()
+
+    def _to_end(self) -> list[Process]:
+        return [p for p in self._look() if self.started.owners[p.key] == self._ended and not p.is_helper]
+
+    def _is_blocked(self, frame: FrameType | None) -> bool:
+        """Return whether the test or its fixture is still in the phase in which it was ended."""
+        return self._is_in_phase and bool(_place(frame, self.config.rootpath))
+
     @staticmethod
     def _keep_for_report(item: pytest.Item, jobs: list[Concluded], text: list[str]) -> None:
         explains = jobs[0] if jobs and not jobs[0].is_idle else None
@@ -221,6 +244,7 @@ class StartedRanks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        self._is_in_phase = False
         report: Any = yield
         is_over = call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception)
         if item is not self.item or not is_over:
@@ -246,7 +270,7 @@ class StartedRanks:
     # -- verdicts
 
     def _conclude(self, reason: str, timeout: float, frame: FrameType | None) -> tuple[list[Concluded], list[str]]:
-        """Diagnose the jobs, and, if the test is being ended (``reason``), end its processes."""
+        """Diagnose the jobs; if the test is being ended (``reason``), its processes are to be ended."""
         self._is_concluding = True
         try:
             found = self._look()
@@ -259,7 +283,7 @@ class StartedRanks:
             named = [_named(p) for p in others[:NAMED]]
             text = describe(jobs, named, _place(frame, self.config.rootpath)) if jobs or others else []
             if reason:
-                end(p for p in found if self.started.owners[p.key] == nodeid and not p.is_helper)
+                self._ended = nodeid
             return jobs, text
         finally:
             self._is_concluding = False
@@ -283,7 +307,7 @@ class StartedRanks:
 
     def _at_exit(self, session: pytest.Session) -> None:
         """End the processes that multiprocessing would wait for at exit, once they are idle."""
-        if os.getpid() != self.pid or not self._joined_at_exit():
+        if os.getpid() != self.pid or not joined_at_exit():
             return
         left = self._wait_while_at_work()
         if not left:
@@ -292,7 +316,7 @@ class StartedRanks:
         self.owner = sorted(owners)[0]
         self.began = (0.0, ticks_since_boot())
         jobs, text = self._conclude("deadline", 0.0, None)
-        end(p for p in left if not p.is_helper)
+        end_with_pools([p for p in left if not p.is_helper])
         first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
         if jobs and not hasattr(self.config, "workerinput"):
             self._write_reports(interrupted=False)
@@ -302,18 +326,6 @@ class StartedRanks:
         if self.settings.left_fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    @staticmethod
-    def _joined_at_exit() -> set[int]:
-        """Return the processes that multiprocessing joins at exit. Executors end those of theirs that have no work."""
-        module = sys.modules.get("multiprocessing.process")
-        started = module.active_children() if module is not None else ()
-        executors = sys.modules.get("concurrent.futures.process")
-        idle: set[int] = set()
-        for manager in list(getattr(executors, "_threads_wakeups", ())):
-            if not getattr(manager, "pending_work_items", True):
-                idle.update(getattr(manager, "processes", None) or ())
-        return {child.pid for child in started if not child.daemon} - idle
-
     def _wait_while_at_work(self) -> list[Process]:
         """Wait until no process has worked for IDLE_S, or a time limit is over; return those left, [] if all have ended."""
         began = idle_since = time.monotonic()
@@ -322,7 +334,7 @@ class StartedRanks:
         while True:
             for _ in range(10):
                 time.sleep(0.1)
-                joined = self._joined_at_exit()
+                joined = joined_at_exit()
                 if not joined:
                     return []
             found = self._look()
@@ -371,14 +383,6 @@ def _named(process: Process) -> str:
     if process.has_ended:
         return f"pid {process.pid} has failed ({how_it_ended(process.status)}), and was not waited for"
     return f"pid {process.pid} ({process.state}) {visible(process.command[:COMMAND])}"
-
-
-def _pids(job: Path) -> set[int]:
-    from pytest_nsa.monitor.observed_job import ObservedJob
-
-    observed = ObservedJob(job)
-    observed.look()
-    return {int(board.numbers["pid"]) for board in observed.watch.boards.values()}
 
 
 def _place(frame: FrameType | None, root: Path) -> str:

@@ -92,6 +92,11 @@ def conclude_jobs(
     return found
 
 
+def pids_of(folder: Path) -> frozenset[int]:
+    """Return the pids of a job's ranks."""
+    return frozenset(int(board.numbers["pid"]) for board in _watched(folder).watch.boards.values())
+
+
 def _watched(folder: Path) -> ObservedJob:
     job = ObservedJob(folder)
     job.look()

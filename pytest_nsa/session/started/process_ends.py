@@ -1,0 +1,72 @@
+"""End the processes of a test that its time limit or an interrupt has ended, once it had time to end them itself."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pytest_nsa.system.descendants import Process, end
+
+CLEANUP_S = 3.0  # for the test, and for each pool, to end their processes
+
+
+class ProcessEnds:
+    """``look`` returns the processes that are to be ended."""
+
+    def __init__(self, look: Callable[[], Sequence[Process]]) -> None:
+        self._look = look
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> bool:
+        """End the processes after `CLEANUP_S`; return whether there are any."""
+        found = self._look()
+        if found and self._timer is None:
+            self._timer = threading.Timer(CLEANUP_S, end_with_pools, (found,))
+            self._timer.daemon = True
+            self._timer.start()
+        return bool(found)
+
+    def finish(self) -> None:
+        """End the processes now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+            self._timer = None
+        end_with_pools(self._look())
+
+
+def end_with_pools(processes: Sequence[Process]) -> None:
+    """End processes. A pool of multiprocessing ends its workers itself: an idle one that is killed holds a lock for ever, for which
+    the pool waits when it is closed, at exit at the latest.
+    """
+    pids = {process.pid for process in processes}
+    for pool in _pools():
+        if not pids.isdisjoint(getattr(worker, "pid", None) for worker in pool._pool):
+            ends = threading.Thread(target=pool.terminate, daemon=True)
+            ends.start()
+            ends.join(CLEANUP_S)
+    end(processes)
+
+
+def _pools() -> list[Any]:
+    """Return the pools of multiprocessing that are open."""
+    module, registry = sys.modules.get("multiprocessing.pool"), sys.modules.get("multiprocessing.util")
+    if module is None or registry is None:
+        return []
+    finalizers = list(registry._finalizer_registry.values())
+    owners = (finalizer._weakref() for finalizer in finalizers if finalizer._weakref is not None)
+    return [owner for owner in owners if isinstance(owner, module.Pool)]
+
+
+def joined_at_exit() -> set[int]:
+    """Return the pids of the processes that multiprocessing joins at exit. Executors end those of theirs that have no work."""
+    module = sys.modules.get("multiprocessing.process")
+    started = module.active_children() if module is not None else ()
+    executors = sys.modules.get("concurrent.futures.process")
+    idle: set[int] = set()
+    for manager in list(getattr(executors, "_threads_wakeups", ())):
+        if not getattr(manager, "pending_work_items", True):
+            idle.update(getattr(manager, "processes", None) or ())
+    return {child.pid for child in started if not child.daemon} - idle

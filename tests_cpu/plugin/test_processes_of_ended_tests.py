@@ -1,0 +1,134 @@
+"""The processes of a test that its time limit ends: the test may end them itself, and no pool blocks the session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests_cpu.plugin.test_descendants import alive, folder, run
+from tests_cpu.warm import WarmPython
+
+__all__ = ["folder"]
+
+HEAD = """
+from common import *
+import multiprocessing, pytest, threading
+from concurrent.futures import ProcessPoolExecutor
+
+fork = multiprocessing.get_context("fork")
+lock, one = fork.Lock(), fork.Barrier(2)
+
+def hold(number):
+    here(f"task{number}")
+    lock.acquire()  # the first task never releases it
+    return number
+
+def at_lock():
+    at_limit("task1", "task2")
+"""
+# Of the two workers one holds the queue's lock while it waits for a task: a pool that lost that one would wait for it for ever.
+POOL = """
+def test_it():
+    with fork.Pool(2) as pool:
+        found = pool.map_async(hold, [1, 2], chunksize=1)
+        at_lock()
+        found.get()
+"""
+FIXTURE = """
+@pytest.fixture
+def pool():
+    with fork.Pool(2) as pool:
+        yield pool
+
+def test_it(pool):
+    found = pool.map_async(hold, [1, 2], chunksize=1)
+    at_lock()
+    found.get()
+"""
+CLOSES = """
+def test_it():
+    pool = fork.Pool(2)
+    try:
+        found = pool.map_async(hold, [1, 2], chunksize=1)
+        at_lock()
+        found.get()
+    finally:
+        pool.close()
+        pool.join()
+"""
+EXECUTOR = """
+def test_it():
+    with ProcessPoolExecutor(2, mp_context=fork) as executor:
+        found = [executor.submit(hold, number) for number in (1, 2)]
+        at_lock()
+        for future in found:
+            future.result()
+"""
+# What the cleanup waits for comes from no process.
+CLEANUP = """
+def test_it():
+    child = fork.Process(target=hold, args=(1,))
+    lock.acquire()
+    child.start()
+    try:
+        at_limit("task1")
+        child.join()
+    finally:
+        threading.Event().wait()
+"""
+AFTER = """
+def test_after():
+    assert multiprocessing.active_children() == []
+    subprocess.run(["true"], check=True)  # its end calls the handler of SIGCHLD
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(POOL, id="a pool"),
+        pytest.param(FIXTURE, id="a fixture's pool", marks=pytest.mark.slow),
+        pytest.param(CLOSES, id="a pool that is closed"),
+        pytest.param(EXECUTOR, id="an executor", marks=pytest.mark.slow),
+        pytest.param(CLEANUP, id="a cleanup that waits", marks=pytest.mark.slow),
+    ],
+)
+def test_a_test_at_its_limit_ends_and_so_does_the_session(warm: WarmPython, folder: Path, source: str) -> None:
+    done = run(warm, folder, HEAD + source + AFTER, "-rfE")
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "from pytest-timeout" in next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    assert "in test_it" in next(line for line in done.stdout.splitlines() if line.startswith("  waits "))
+    assert "still running" not in done.stdout
+    assert alive(folder) == []
+
+
+LOADER = """
+from common import *
+import torch
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            here("sample")
+            os.read(os.pipe()[0], 1)
+        return index
+
+def test_it():
+    batches = iter(torch.utils.data.DataLoader(Samples(), num_workers=2))
+    at_limit("sample")
+    list(batches)
+
+def test_after():
+    subprocess.run(["true"], check=True)  # its end calls the loader's handler of SIGCHLD, which raises for a killed worker
+"""
+
+
+def test_workers_of_a_loader_that_are_ended_fail_no_later_test(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, LOADER)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "DataLoader worker" not in done.stdout
+    assert alive(folder) == []
