@@ -28,6 +28,8 @@ def autostart() -> None:
     """Trace this process if it is a rank and evidence is requested; else when it forms its first process group."""
     if not (os.environ.get(VARIABLE) or os.environ.get(job_folders.FOLDER)) and _begin is None:
         return
+    if job_folders.is_requested():
+        job_folders.dump_at_signal()
     rank = os.environ.get("RANK", "")
     if _begin is None and rank.isdecimal() and not _is_done(rank):
         _start(int(rank), int(os.environ.get("WORLD_SIZE") or 1), {})

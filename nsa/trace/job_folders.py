@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import hashlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # the folder of a session's jobs; the process that runs its tests
 
+STACKS, STACKS_SIGNAL = (
+    "stacks.txt",
+    getattr(signal, "SIGRTMIN", 34) + 6,
+)  # the file in that folder, and when stacks are written
+
 
 def is_requested() -> bool:
     """Return whether this process leaves evidence in a job's folder: the process that runs the test does not."""
     return bool(os.environ.get(FOLDER)) and os.environ.get(HOST) != str(os.getpid())
+
+
+def dump_at_signal() -> None:
+    """Append the stacks of this process to a file when the process that runs the test sends a signal. Forks inherit this."""
+    with contextlib.suppress(OSError):  # a session that has ended
+        fd = os.open(Path(os.environ[FOLDER], STACKS), os.O_WRONLY | os.O_APPEND)
+        faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def begin(rank: int, world_size: int, given: dict[str, Any]) -> None:

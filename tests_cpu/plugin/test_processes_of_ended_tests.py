@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests_cpu.plugin.test_descendants import alive, folder, run
+from tests_cpu.plugin.test_descendants import alive, folder, line_of, run
 from tests_cpu.warm import WarmPython
 
 __all__ = ["folder"]
@@ -100,6 +100,9 @@ def test_a_test_at_its_limit_ends_and_so_does_the_session(warm: WarmPython, fold
     assert "from pytest-timeout" in next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
     assert "in test_it" in next(line for line in done.stdout.splitlines() if line.startswith("  waits "))
     assert "still running" not in done.stdout
+    assert "has failed" not in done.stdout, "the session has ended it"
+    at = f"a fork of this session: at test_it.py:{line_of(HEAD, 'lock.acquire')} in hold"
+    assert any(at in line for line in done.stdout.splitlines() if line.startswith("  process ")), done.stdout
     assert alive(folder) == []
 
 
@@ -131,4 +134,48 @@ def test_workers_of_a_loader_that_are_ended_fail_no_later_test(warm: WarmPython,
     done = run(warm, folder, LOADER)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "DataLoader worker" not in done.stdout
+    assert f": at test_it.py:{line_of(LOADER, 'os.read')} in __getitem__" in done.stdout
+    assert alive(folder) == []
+
+
+SPAWNED = """
+from common import *
+import threading, torch.multiprocessing as mp
+
+def outer(first, second, name):
+    with first:
+        here(name)
+        while not all(map(os.path.exists, ("one", "two"))):
+            time.sleep(0.02)
+        inner(second)
+
+def inner(lock):
+    with lock:
+        pass
+
+def work(index):
+    one, two = threading.Lock(), threading.Lock()
+    threading.Thread(target=outer, args=(one, two, "one")).start()
+    outer(two, one, "two")
+
+def test_it():
+    context = mp.spawn(work, nprocs=1, join=False)
+    at_limit("one", "two")
+    context.join()
+"""
+
+
+def test_a_child_that_was_spawned_shows_the_lines_of_its_threads(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, SPAWNED)
+    at = f"test_it.py:{line_of(SPAWNED, 'with lock')} in inner"
+    assert f": at {at}" in done.stdout, done.stdout
+    assert alive(folder) == []
+
+
+def test_ctrl_c_shows_the_lines_of_children_too(warm: WarmPython, folder: Path) -> None:
+    source = HEAD + POOL.replace("at_lock()", "at_lock()\n        signal.raise_signal(signal.SIGINT)")
+    done = run(warm, folder, source)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    shown = done.stdout.partition("interrupted; until then")[2]
+    assert f": at test_it.py:{line_of(HEAD, 'lock.acquire')} in hold" in shown
     assert alive(folder) == []

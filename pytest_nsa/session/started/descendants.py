@@ -35,20 +35,20 @@ from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.session.started.child_stacks import ChildStacks, named
 from pytest_nsa.session.started.job_announcer import JobAnnouncer
-from pytest_nsa.session.started.process_ends import ProcessEnds, end_with_pools, joined_at_exit
+from pytest_nsa.session.started.process_ends import ProcessEnds, joined_at_exit
 from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe, pids_of
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.children import children
 from pytest_nsa.system.descendants import TICKS, Process, Started, ticks_since_boot
-from pytest_nsa.system.procfs import how_it_ended
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 LEFT_S = 0.3  # for a test's last processes to end
 IDLE_S = 10.0  # after which idle processes that keep a session from ending are ended
 BUSY = 0.2  # of a core: a process that uses more is at work
-COMMAND, NAMED = 100, 6  # characters of a command; processes that a report names
+NAMED = 6  # processes that a report names
 
 shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
 
@@ -65,6 +65,7 @@ class StartedRanks:
         self.environment = {FOLDER: str(self.base), HOST: str(os.getpid())}
         self.started = Started(f"{HOST}={os.getpid()}")
         self.announcer = JobAnnouncer(config, self.base)
+        self.stacks = ChildStacks(self.base)
         self.pid = os.getpid()
         self.item: pytest.Item | None = None
         self.owner = ""
@@ -107,8 +108,7 @@ class StartedRanks:
 
         def interrupted(number: int, frame: FrameType | None) -> None:
             if self.item is not None and os.getpid() == self.pid and not self._is_concluding:
-                jobs, text = self._conclude("interrupted", 0.0, frame)
-                self.interrupted = text if jobs else []
+                _, self.interrupted = self._conclude("interrupted", 0.0, frame)
                 self._end_soon()
             before(number, frame)
 
@@ -170,11 +170,11 @@ class StartedRanks:
         left = self._left(found, item.nodeid)
         if left:
             if self.settings.descendants == "end":
-                end_with_pools(left)
+                self.ends.end(left)
                 does = "ended"
             else:
                 does = "still running (ranks_descendants = end ends them)"
-            self._warn(item, f"processes that the test left, {does}: {'; '.join(map(_named, left))}")
+            self._warn(item, f"processes that the test left, {does}: {'; '.join(map(named, left))}")
         alive = {p.pid for p in found if not p.has_ended}
         for job in self.base.glob("job-*"):
             if alive.isdisjoint(pids_of(job)):
@@ -278,10 +278,14 @@ class StartedRanks:
             occasion = Occasion(reason, nodeid, str(self.config.rootpath), timeout, self.began[0])
             jobs = conclude_jobs(self.base, self.runner.folder, found, self._fixture_of, occasion)
             of_jobs = {pid for job in jobs for pid in job.pids}
-            shown = [p for p in found if not p.has_ended or p.status]  # a failure that the test has not waited for
-            others = [p for p in shown if p.pid not in of_jobs and not p.is_helper]
-            named = [_named(p) for p in others[:NAMED]]
-            text = describe(jobs, named, _place(frame, self.config.rootpath)) if jobs or others else []
+            # One that has ended: a failure that the test has not waited for.
+            shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
+            others = [p for p in shown if p.pid not in of_jobs and not p.is_helper][:NAMED]
+            places = {
+                p.pid: self.stacks.places(p.pid) for p in others if reason and self.started.owners[p.key] == nodeid
+            }
+            lines = [named(p, places.get(p.pid, ())) for p in others]
+            text = describe(jobs, lines, _place(frame, self.config.rootpath)) if jobs or others else []
             if reason:
                 self._ended = nodeid
             return jobs, text
@@ -316,7 +320,7 @@ class StartedRanks:
         self.owner = sorted(owners)[0]
         self.began = (0.0, ticks_since_boot())
         jobs, text = self._conclude("deadline", 0.0, None)
-        end_with_pools([p for p in left if not p.is_helper])
+        self.ends.end([p for p in left if not p.is_helper])
         first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
         if jobs and not hasattr(self.config, "workerinput"):
             self._write_reports(interrupted=False)
@@ -363,6 +367,7 @@ class StartedRanks:
         """Leave subprocess and multiprocessing as they were."""
         self._undo_starts()
         self.announcer.close()
+        self.stacks.close()
         if os.getpid() == self.pid:
             shutil.rmtree(self.base, ignore_errors=True)
 
@@ -377,12 +382,6 @@ def _put_verdict_first(report: Any, text: list[str]) -> None:
             report.longrepr.reprcrash.message = visible(text[0])
     else:
         report.longrepr = f"{shown}{report.longrepr}"
-
-
-def _named(process: Process) -> str:
-    if process.has_ended:
-        return f"pid {process.pid} has failed ({how_it_ended(process.status)}), and was not waited for"
-    return f"pid {process.pid} ({process.state}) {visible(process.command[:COMMAND])}"
 
 
 def _place(frame: FrameType | None, root: Path) -> str:

@@ -7,23 +7,24 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_nsa.system.descendants import Process, end
+from pytest_nsa.system.descendants import Key, Process, end
 
 CLEANUP_S = 3.0  # for the test, and for each pool, to end their processes
 
 
 class ProcessEnds:
-    """``look`` returns the processes that are to be ended."""
+    """``look`` returns the processes that are to be ended. ``ended`` has the keys of those that were."""
 
     def __init__(self, look: Callable[[], Sequence[Process]]) -> None:
         self._look = look
+        self.ended: set[Key] = set()
         self._timer: threading.Timer | None = None
 
     def begin(self) -> bool:
         """End the processes after `CLEANUP_S`; return whether there are any."""
         found = self._look()
         if found and self._timer is None:
-            self._timer = threading.Timer(CLEANUP_S, end_with_pools, (found,))
+            self._timer = threading.Timer(CLEANUP_S, self.end, (found,))
             self._timer.daemon = True
             self._timer.start()
         return bool(found)
@@ -34,20 +35,20 @@ class ProcessEnds:
             self._timer.cancel()
             self._timer.join()
             self._timer = None
-        end_with_pools(self._look())
+        self.end(self._look())
 
-
-def end_with_pools(processes: Sequence[Process]) -> None:
-    """End processes. A pool of multiprocessing ends its workers itself: an idle one that is killed holds a lock for ever, for which
-    the pool waits when it is closed, at exit at the latest.
-    """
-    pids = {process.pid for process in processes}
-    for pool in _pools():
-        if not pids.isdisjoint(getattr(worker, "pid", None) for worker in pool._pool):
-            ends = threading.Thread(target=pool.terminate, daemon=True)
-            ends.start()
-            ends.join(CLEANUP_S)
-    end(processes)
+    def end(self, processes: Sequence[Process]) -> None:
+        """End processes. A pool of multiprocessing ends its workers itself: an idle one that is killed holds a lock for ever, and
+        the pool waits for that lock when it is closed, at exit at the latest.
+        """
+        self.ended |= {process.key for process in processes}
+        pids = {process.pid for process in processes}
+        for pool in _pools():
+            if not pids.isdisjoint(getattr(worker, "pid", None) for worker in pool._pool):
+                ends = threading.Thread(target=pool.terminate, daemon=True)
+                ends.start()
+                ends.join(CLEANUP_S)
+        end(processes)
 
 
 def _pools() -> list[Any]:
