@@ -19,7 +19,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, by which a helper is recognised
 GONE_S = 2.0  # for killed processes to end, so that their ports are free
 # Servers of multiprocessing and compilers, which serve the whole session.
-_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+_FORK_SERVER = "multiprocessing.forkserver"
+_HELPERS = (_FORK_SERVER, "multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 _STATE, _PARENT, _USER, _SYSTEM, _BEGAN = 0, 1, 11, 12, 19  # fields of /proc/PID/stat after the command's name
 
 Key = tuple[int, int]
@@ -56,9 +57,10 @@ class Process:
 
     @property
     def is_helper(self) -> bool:
-        """Whether it serves the whole session."""
+        """Whether it serves the whole session. A process that the fork server has made does not."""
         command = self.command
-        return any(part in command for part in _HELPERS)
+        is_forked = _FORK_SERVER in command and _FORK_SERVER in command_line(self.parent, MOST)
+        return any(part in command for part in _HELPERS) and not is_forked
 
 
 def ticks_since_boot() -> int:
@@ -90,7 +92,8 @@ class Started:
     owners: dict[Key, str] = field(default_factory=dict)
 
     def look(self, owner: str, since: int, before: Collection[int] = ()) -> list[Process]:
-        """Return the existing ones, in the order of their pids; a new one belongs to its parent's owner, else to ``owner``.
+        """Return the existing ones, in the order of their pids. A new one belongs to its parent's owner; or to ``owner``, if its
+        parent has none or is the fork server.
 
         Children of this process that began before ``since`` and were never seen are not from tests; nor are those in ``before``
         that began in the same tick.
@@ -99,6 +102,8 @@ class Started:
         mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
         new = [p for p in table.values() if p.pid not in mine and p.began + (p.pid not in before) > since]
         mine |= {p.pid: owner for p in new if p.parent == os.getpid()}
+        servers = {pid for pid in mine if _FORK_SERVER in command_line(pid, MOST)} if new else set()
+        mine |= {p.pid: owner for p in new if p.parent in servers}
         _add_children(mine, table)
         lost = {p.pid: owner for p in new if p.pid not in mine and self._is_lost(p)}
         if lost:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests_cpu.plugin.test_descendants import alive, folder, line_of, run
+from tests_cpu.plugin.test_descendants import alive, command, environment, folder, line_of, run
 from tests_cpu.warm import WarmPython
 
 __all__ = ["folder"]
@@ -169,6 +170,41 @@ def test_a_child_that_was_spawned_shows_the_lines_of_its_threads(warm: WarmPytho
     done = run(warm, folder, SPAWNED)
     at = f"test_it.py:{line_of(SPAWNED, 'with lock')} in inner"
     assert f": at {at}" in done.stdout, done.stdout
+    assert alive(folder) == []
+
+
+# The server is a child of the first test, and serves the second, too.
+FORK_SERVER = """
+from common import *
+import multiprocessing
+
+def wait(name):
+    here(name)
+    os.read(os.pipe()[0], 1)
+
+def run(name):
+    child = multiprocessing.get_context("forkserver").Process(target=wait, args=(name,))
+    child.start()
+    at_limit(name)
+    child.join()
+
+def test_first():
+    run("first")
+
+def test_second():
+    run("second")
+"""
+
+
+def test_what_the_fork_server_makes_belongs_to_the_test_that_runs(folder: Path) -> None:
+    (folder / "test_it.py").write_text(FORK_SERVER)
+    done = subprocess.run(
+        command(), cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=170
+    )
+    shown = [line for line in done.stdout.splitlines() if line.startswith("  process ")]
+    assert len(shown) == 2, done.stdout
+    assert all(line.endswith("a child by multiprocessing's fork server") for line in shown), shown
+    assert "keep this session from ending" not in done.stderr
     assert alive(folder) == []
 
 

@@ -21,6 +21,10 @@ from pytest_nsa.system.procfs import catches, how_it_ended
 FILE, SIGNAL = "stacks.txt", getattr(signal, "SIGRTMIN", 34) + 6  # as nsa.trace.job_folders has them
 MOST_THREADS = 3
 COMMAND = 100  # characters
+_KINDS = {
+    "from multiprocessing.spawn import": "a child by multiprocessing's spawn",
+    "from multiprocessing.forkserver import": "a child by multiprocessing's fork server",
+}
 
 
 class ChildStacks:
@@ -67,10 +71,17 @@ def _begins_a_fork(frame: Frame) -> bool:
     return frame.function == "_bootstrap" and frame.file.endswith("/multiprocessing/process.py")
 
 
-def named(process: Process, places: Sequence[str] = ()) -> str:
-    """Return a process in one line: its number, state and command, and the ``places`` that it is at."""
+def named(process: Process, places: Sequence[str] = (), owner: str = "") -> str:
+    """Return a process in one line: its number, state and command, the ``places`` that it is at, and the fixture that owns it."""
     if process.has_ended:
         return f"pid {process.pid} has failed ({how_it_ended(process.status)}), and was not waited for"
-    command = " ".join(visible(process.command).split())
-    shown = "a fork of this session" if process.command == command_line(os.getpid(), MOST) else command[:COMMAND]
-    return f"pid {process.pid} ({process.state}) {shown}" + (f": at {'; a thread at '.join(places)}" if places else "")
+    command = process.command
+    shown = next(
+        (kind for part, kind in _KINDS.items() if part in command), " ".join(visible(command).split())[:COMMAND]
+    )
+    if command == command_line(os.getpid(), MOST):
+        shown = "a fork of this session"
+    of = f", of {owner}" if owner else ""
+    return f"pid {process.pid} ({process.state}) {shown}{of}" + (
+        f": at {'; a thread at '.join(places)}" if places else ""
+    )

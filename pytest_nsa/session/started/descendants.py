@@ -280,17 +280,21 @@ class StartedRanks:
             of_jobs = {pid for job in jobs for pid in job.pids}
             # One that has ended: a failure that the test has not waited for.
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
-            others = [p for p in shown if p.pid not in of_jobs and not p.is_helper][:NAMED]
-            places = {
-                p.pid: self.stacks.places(p.pid) for p in others if reason and self.started.owners[p.key] == nodeid
-            }
-            lines = [named(p, places.get(p.pid, ())) for p in others]
+            others = [p for p in shown if p.pid not in of_jobs and not p.is_helper]
+            others.sort(key=lambda p: (self.started.owners[p.key] != nodeid, p.pid))
+            lines = [self._line(p, is_ending=bool(reason)) for p in others[:NAMED]]
             text = describe(jobs, lines, _place(frame, self.config.rootpath)) if jobs or others else []
             if reason:
                 self._ended = nodeid
             return jobs, text
         finally:
             self._is_concluding = False
+
+    def _line(self, process: Process, *, is_ending: bool) -> str:
+        """Return a process in one line; with its places in the code, if it is about to be ended."""
+        owner = self._fixture_of(process.pid)
+        places = self.stacks.places(process.pid) if is_ending and not owner else ()
+        return named(process, places, owner)
 
     def _fixture_of(self, pid: int) -> str:
         owner = next((of for (known, _), of in self.started.owners.items() if known == pid), self.owner)

@@ -57,7 +57,7 @@ def _pools() -> list[Any]:
     if module is None or registry is None:
         return []
     finalizers = list(registry._finalizer_registry.values())
-    owners = (finalizer._weakref() for finalizer in finalizers if finalizer._weakref is not None)
+    owners = (finalizer._weakref() for finalizer in finalizers if getattr(finalizer, "_weakref", None) is not None)
     return [owner for owner in owners if isinstance(owner, module.Pool)]
 
 
