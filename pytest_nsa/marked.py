@@ -39,10 +39,22 @@ def makes_its_own_group(item: pytest.Item) -> bool:
     return mark is not None and mark.kwargs == {"group": None}
 
 
+def takes(item: pytest.Item, fixture: str) -> bool:
+    """Whether a test takes the plugin's fixture of this name: not its own fixture, or parameter, that has the same name."""
+    if fixture not in getattr(item, "fixturenames", ()):
+        return False
+    info: Any = getattr(item, "_fixtureinfo", None)
+    for definition in reversed(info.name2fixturedefs.get(fixture, ()) if info is not None else ()):
+        if getattr(definition.func, "__module__", "").partition(".")[0] == __package__:
+            return True
+        if fixture not in definition.argnames:
+            return False
+    return True  # not defined: the plugin refuses it
+
+
 def is_ranked(item: pytest.Item) -> bool:
     """Whether the test's body runs on ranks: by the mark world_size or a rank fixture."""
-    fixtures = getattr(item, "fixturenames", ())
-    return item.get_closest_marker("world_size") is not None or any(name in fixtures for name in RANK_FIXTURES)
+    return item.get_closest_marker("world_size") is not None or any(takes(item, name) for name in RANK_FIXTURES)
 
 
 def environment_of(item: pytest.Item) -> dict[str, str]:

@@ -24,6 +24,7 @@ from pytest_nsa.marked import (
     memory_of,
     size_of,
     sizes_of,
+    takes,
 )
 from pytest_nsa.wire.messages import FIXED_VARIABLES
 
@@ -330,12 +331,11 @@ def rank_problems(item: pytest.Item) -> Iterator[str]:
     """A sentence for a test that requests ranks and cannot have them."""
     path, line, _ = item.reportinfo()
     where = f"{path}:{(line or 0) + 1}: {item.name}"
-    fixtures = getattr(item, "fixturenames", ())
     if not is_ranked(item):
         return
     if not isinstance(item, pytest.Function):
         yield f"{where}: doctests cannot run on ranks: write a test function, or a method of a class"
-    elif makes_its_own_group(item) and any(name in fixtures for name in RANK_FIXTURES):
+    elif makes_its_own_group(item) and any(takes(item, name) for name in RANK_FIXTURES):
         yield f"{where}: takes a fixture of the ranks' group, and world_size(..., group=None) makes none: remove one of the two"
     elif "launch" in made_in_ranks(item):
         yield (

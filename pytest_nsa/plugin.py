@@ -226,13 +226,13 @@ def _needs_ranks(item: pytest.Item) -> bool:
 
 def _why_skipped(item: pytest.Item) -> str:
     """Return what a test needs and this machine lacks; '' for nothing."""
-    if not settings.HAS_RANKS and (_is_for_ranks(item) or "artifacts" in getattr(item, "fixturenames", ())):
+    if not settings.HAS_RANKS and (_is_for_ranks(item) or marked.takes(item, "artifacts")):
         return f"ranks and their evidence need Linux, and this is {sys.platform}"
     return lacks_gpu(item, item.config.stash[settings_key])
 
 
 def _is_for_ranks(item: pytest.Item) -> bool:
-    return isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ())
+    return isinstance(item, Ranked) or marked.takes(item, "launch")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -69,9 +69,8 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
 
 def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
     """Return how a test's models are shared and traced, as fields of Job."""
-    fixtures = getattr(item, "fixturenames", ())
     return {
-        "parallel": "ddp" if "ddp" in fixtures else "fsdp" if "fsdp" in fixtures else "none",
+        "parallel": next((name for name in ("ddp", "fsdp") if marked.takes(item, name)), "none"),
         "static_graph": item.get_closest_marker("static_graph") is not None,
         "fsdp_version": settings.fsdp_version,
         "traces": marked.traces_of(item),

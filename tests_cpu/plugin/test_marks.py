@@ -220,3 +220,39 @@ def test_no_option_suppresses_its_default() -> None:
     for option in options:
         defaults.setdefault(option.dest, set()).add(option.default if hasattr(option, "default") else None)
     assert {dest: found for dest, found in defaults.items() if len(found) > 1} == {}
+
+
+OWN_NAMES = """
+import os
+import pytest
+
+@pytest.fixture
+def fsdp():
+    return "mine"
+
+@pytest.fixture
+def launch():
+    return "mine"
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_a_parameter(ddp):
+    assert "RANK" not in os.environ
+
+def test_a_fixture(fsdp, launch):
+    assert (fsdp, launch) == ("mine", "mine") and "RANK" not in os.environ
+
+class TestExtended:
+    @pytest.fixture
+    def group(self, group):
+        return group.world_size
+
+    def test_what_it_extends(self, group):
+        assert group == 2 and "RANK" in os.environ
+"""
+
+
+def test_a_parameter_or_fixture_with_the_name_of_the_plugins_requests_no_ranks(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(OWN_NAMES)
+    done = pytester.runpytest_subprocess("-p", "no:randomly")
+    done.assert_outcomes(passed=4)
+    assert "nsa: 1 of 4 tests on ranks" in done.stdout.str()

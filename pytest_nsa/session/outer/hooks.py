@@ -129,7 +129,7 @@ class OuterHooks:
 
     def _runs_in_the_leader(self, item: pytest.Item) -> bool:
         is_plain = not isinstance(item, Ranked)
-        return is_plain and (self.settings.unmarked == "leader" or "launch" in getattr(item, "fixturenames", ()))
+        return is_plain and (self.settings.unmarked == "leader" or marked.takes(item, "launch"))
 
     def _exclude_from_junit(self) -> None:
         xml = self.config.stash.get(xml_key, None)

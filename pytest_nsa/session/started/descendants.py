@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprTraceback
 
+from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import run as session_report
@@ -118,7 +119,7 @@ class StartedRanks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        if isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ()):
+        if isinstance(item, Ranked) or marked.takes(item, "launch"):
             return (yield)
         self.item, self.owner, self.has_children = item, item.nodeid, False
         self._ended, self._is_in_phase = "", False
