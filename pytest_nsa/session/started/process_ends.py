@@ -62,7 +62,10 @@ def _pools() -> list[Any]:
 
 
 def joined_at_exit() -> set[int]:
-    """Return the pids of the processes that multiprocessing joins at exit. Executors end those of theirs that have no work."""
+    """Return the pids of the processes that multiprocessing joins at exit.
+
+    Executors end those of theirs that have no work, and finalizers those of managers, before that.
+    """
     module = sys.modules.get("multiprocessing.process")
     started = module.active_children() if module is not None else ()
     executors = sys.modules.get("concurrent.futures.process")
@@ -70,4 +73,9 @@ def joined_at_exit() -> set[int]:
     for manager in list(getattr(executors, "_threads_wakeups", ())):
         if not getattr(manager, "pending_work_items", True):
             idle.update(getattr(manager, "processes", None) or ())
+    finalizers = getattr(sys.modules.get("multiprocessing.util"), "_finalizer_registry", {})
+    for (priority, _), finalizer in list(finalizers.items()):
+        if priority is not None and priority >= 0:  # called before the join
+            arguments = getattr(finalizer, "_args", ())
+            idle.update(p.pid for p in arguments if isinstance(p, module.BaseProcess))  # type: ignore[union-attr]
     return {child.pid for child in started if not child.daemon} - idle
