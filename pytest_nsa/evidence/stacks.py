@@ -115,6 +115,12 @@ class ThreadStack:
         return any(f.function in _JOINS and f.file.endswith(_JOIN_FILES) for f in self._library_frames)
 
     @property
+    def joins_at(self) -> Frame | None:
+        """The line that joins a thread or waits for a future's result; None if it does not."""
+        below = (f for f in self.frames if not f.file.endswith(_JOIN_FILES))
+        return next(below, None) if self.waits_for_a_thread else None
+
+    @property
     def is_in_a_collective_of_an_executor(self) -> bool:
         """Whether it is a thread of an executor that runs a call of torch.distributed."""
         return self.runs_a_call and any(f.file.endswith("torch/distributed/distributed_c10d.py") for f in self.frames)

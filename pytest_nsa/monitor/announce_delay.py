@@ -5,6 +5,7 @@
 | it cannot resolve itself (ranks wait for each other, for ever) | at once |
 | ranks wait for one that stalls: in a lock, a sleep, I/O, a process, a data loader | 3 s |
 | a rank is at work by itself, or a thread or a child process: it computes, imports, compiles, writes | 10 s |
+| a rank joins a thread with a time limit, and may then act | 10 s |
 
 Both limits grow with what the job did before: to 5 times its usual step, and to twice its longest pause at the same place, so that
 a pause that recurs (a checkpoint, an evaluation) is announced once at most. If a rank begins something else, its time starts again.
@@ -22,7 +23,7 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.evidence.waiting import BUSY
+from pytest_nsa.evidence.waiting import BUSY, has_a_time_limit
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
@@ -94,8 +95,13 @@ class AnnounceDelay:
 
 
 def may_act(evidence: Evidence) -> bool:
-    """Return whether a rank has a thread at work: its main thread waits, but that thread may make the missing call."""
-    return any(rank.threads_at_work for rank in evidence.ranks if not rank.finished)
+    """Return whether a rank that waits may yet make the missing call: in a thread that is at work, or in its main thread, which
+    joins a thread with a time limit.
+    """
+    alive = [rank for rank in evidence.ranks if not rank.finished]
+    joins = (thread.joins_at for rank in alive for thread in rank.threads if thread.is_main)
+    has_a_limit = any(has_a_time_limit(evidence.sources.line(at.file, at.line)) for at in joins if at is not None)
+    return has_a_limit or any(rank.threads_at_work for rank in alive)
 
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:

@@ -73,3 +73,27 @@ def test_a_rank_at_work_is_announced_late_as_that(pytester: pytest.Pytester) -> 
     assert result.outcomes == {"passed": 1}
     assert "test_computes: rank 1 at work for 1" in result.stdout
     assert "infinite_loop" not in result.stdout
+
+
+JOINS = """
+import threading
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_joins(group):
+    if group.rank == 0:
+        dist.recv(torch.empty(1), src=1)
+        dist.send(torch.ones(1), dst=1)
+        return
+    thread = threading.Thread(target=dist.recv, args=(torch.empty(1),), kwargs={"src": 0})
+    thread.start()
+    thread.join(timeout=5)
+    dist.send(torch.ones(1), dst=0)
+    thread.join()
+"""
+
+
+def test_a_join_with_a_time_limit_is_announced_late(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, JOINS, "--ranks-keep", "all")
+    assert result.outcomes == {"passed": 1}
+    assert not (result.folder("test_joins") / "suspicions.jsonl").exists(), result.stdout
