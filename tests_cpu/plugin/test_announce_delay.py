@@ -97,3 +97,26 @@ def test_a_join_with_a_time_limit_is_announced_late(pytester: pytest.Pytester) -
     result = run_example(pytester, JOINS, "--ranks-keep", "all")
     assert result.outcomes == {"passed": 1}
     assert not (result.folder("test_joins") / "suspicions.jsonl").exists(), result.stdout
+
+
+IMPORTS = """
+import os
+import time
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def worker(rank, store):
+    time.sleep(5 * rank)  # as an import would
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.destroy_process_group()
+
+def test_spawns(tmp_path):
+    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)
+"""
+
+
+def test_a_rank_that_has_left_no_evidence_is_announced_late(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(IMPORTS)
+    done = pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", timeout=120)
+    done.assert_outcomes(passed=1)
+    assert "nsa:" not in done.stderr.str()
