@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -134,42 +135,44 @@ def _add_children(owners: dict[int, str], table: dict[int, Process]) -> None:
 def end(processes: Iterable[Process]) -> None:
     """SIGKILL processes, and wait until they have ended. A process that has reused a pid gets no signal.
 
-    In the main thread no handler of SIGCHLD runs for them: that of torch's data loader raises. Children of multiprocessing are
-    reaped, so that it does not raise at the next child's end either.
+    The program's handler of SIGCHLD is not called for them: one that raises, as that of torch's data loaders does, would take
+    the place of the exception that reports why they are ended.
     """
-    handler = signal.getsignal(signal.SIGCHLD) if threading.current_thread() is threading.main_thread() else None
-    if callable(handler):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with without_child_handler():
+        _end(processes)
+        if (module := sys.modules.get("multiprocessing.process")) is not None:
+            module.active_children()  # reaps them: a later call of the handler finds no worker that was killed
+
+
+@contextlib.contextmanager
+def without_child_handler() -> Iterator[None]:
+    """Call no handler of SIGCHLD for children that end in the block; no-op outside of the main thread."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        killed = [process for process in processes if _kill(process)]
-        deadline = time.monotonic() + GONE_S
-        while time.monotonic() < deadline and (any(map(_is_there, killed)) or _are_unreaped(killed)):
-            time.sleep(0.01)
+        yield
     finally:
-        if callable(handler):
-            signal.signal(signal.SIGCHLD, handler)
+        signal.signal(signal.SIGCHLD, handler)
 
 
-def _kill(process: Process) -> bool:
-    with contextlib.suppress(OSError):
-        handle = os.pidfd_open(process.pid)
-        try:
-            now = _read(Path(f"/proc/{process.pid}"))
-            if now is not None and now.key == process.key and process.pid != os.getpid():
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-                return True
-        finally:
-            os.close(handle)
-    return False
-
-
-def _are_unreaped(processes: Collection[Process]) -> bool:
-    """Reap the children of multiprocessing that have ended; return whether one of the processes is a child that has not."""
-    module = sys.modules.get("multiprocessing.process")
-    children = module.active_children() if module is not None else ()
-    return not {child.pid for child in children}.isdisjoint(process.pid for process in processes)
-
-
-def _is_there(process: Process) -> bool:
-    now = _read(Path(f"/proc/{process.pid}"))
-    return now is not None and now.key == process.key and not now.has_ended
+def _end(processes: Iterable[Process]) -> None:
+    poll, waiting = select.poll(), 0
+    with contextlib.ExitStack() as handles:
+        for process in processes:
+            with contextlib.suppress(OSError):
+                handle = os.pidfd_open(process.pid)
+                handles.callback(os.close, handle)
+                now = _read(Path(f"/proc/{process.pid}"))
+                if now is not None and now.key == process.key and process.pid != os.getpid():
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    poll.register(handle, select.POLLIN)
+                    waiting += 1
+        deadline = time.monotonic() + GONE_S
+        # Not by /proc: a process is a zombie there once its main thread has ended, and its parent can reap it after its last one.
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for handle, _ in poll.poll(1e3 * left):
+                poll.unregister(handle)
+                waiting -= 1

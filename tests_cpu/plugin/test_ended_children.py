@@ -12,6 +12,40 @@ def test_keeps_a_manager():
     manager = multiprocessing.Manager()
 """
 
+LOADS = """
+import subprocess
+import time
+import torch.utils.data
+
+class Stuck(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        time.sleep(1000 * index)
+        return index
+
+def test_loads():
+    list(torch.utils.data.DataLoader(Stuck(), num_workers=2))
+
+def test_runs_a_process():
+    subprocess.run(["true"], check=True)
+"""
+RAISES = """
+import signal
+import subprocess
+import time
+
+def test_waits_for_a_child():
+    def has_ended(number, frame):
+        raise RuntimeError("a worker exited unexpectedly")
+
+    signal.signal(signal.SIGCHLD, has_ended)
+    child = subprocess.Popen(["sleep", "1000"])
+    while True:
+        time.sleep(0.1)
+"""
+
 
 def run(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
     pytester.makepyfile(source)
@@ -22,3 +56,18 @@ def test_a_manager_keeps_no_session_from_ending(pytester: pytest.Pytester) -> No
     done = run(pytester, MANAGER, "-o", "ranks_left_fails=true")
     assert done.ret == 0, done.stdout.str()
     assert "keep this session from ending" not in done.stderr.str()
+
+
+def test_a_handler_of_the_program_does_not_take_the_place_of_the_time_limit(pytester: pytest.Pytester) -> None:
+    shown = run(pytester, RAISES, "--timeout=3").stdout.str()
+    assert "Failed: Timeout" in shown
+    assert "sleep 1000" in shown  # the processes of the test are named
+    assert "exited unexpectedly" not in shown.partition("short test summary")[2]
+
+
+def test_a_data_loader_that_is_stuck_fails_by_its_time_limit(pytester: pytest.Pytester) -> None:
+    done = run(pytester, LOADS, "--timeout=8")
+    done.assert_outcomes(failed=1, passed=1)
+    shown = done.stdout.str()
+    assert "Failed: Timeout" in shown
+    assert "no process of the test has joined a process group" in shown
