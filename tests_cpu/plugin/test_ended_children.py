@@ -12,6 +12,20 @@ def test_keeps_a_manager():
     manager = multiprocessing.Manager()
 """
 
+HANDLES = """
+import signal
+import subprocess
+
+def test_counts_its_children():
+    ended = []
+    signal.signal(signal.SIGCHLD, lambda number, frame: ended.append(number))
+    assert subprocess.run(["true"]).returncode == 0
+    assert len(ended) == 1
+
+def test_ignores_its_children():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    subprocess.run(["true"])
+"""
 LOADS = """
 import subprocess
 import time
@@ -71,3 +85,8 @@ def test_a_data_loader_that_is_stuck_fails_by_its_time_limit(pytester: pytest.Py
     shown = done.stdout.str()
     assert "Failed: Timeout" in shown
     assert "no process of the test has joined a process group" in shown
+
+
+def test_a_handler_of_the_program_is_called_for_its_own_children_alone(pytester: pytest.Pytester) -> None:
+    run(pytester, HANDLES).assert_outcomes(passed=2)
+    run(pytester, HANDLES.replace("test_counts", "count"), "--timeout=60").assert_outcomes(passed=1)

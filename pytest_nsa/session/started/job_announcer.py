@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.monitor.terminal import without_capture
+from pytest_nsa.system.descendants import without_child_handler
 from pytest_nsa.system.procfs import began
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import write_json
@@ -44,8 +45,11 @@ class JobAnnouncer:
             redirected = [(os.POSIX_SPAWN_DUP2, silent, 0), (os.POSIX_SPAWN_DUP2, self._screen, 2)]
             command = [sys.executable, "-I", "-S", *arguments]
             # Not by subprocess: its hook would take this program for a process of the test's.
-            pid = os.posix_spawn(sys.executable, command, {}, file_actions=[*redirected, (os.POSIX_SPAWN_DUP2, 2, 1)])
-        os.waitpid(pid, 0)  # it forks, and ends
+            with without_child_handler(), contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored
+                pid = os.posix_spawn(
+                    sys.executable, command, {}, file_actions=[*redirected, (os.POSIX_SPAWN_DUP2, 2, 1)]
+                )
+                os.waitpid(pid, 0)  # it forks, and ends
 
     def close(self) -> None:
         """Close the terminal; the program ends when its folder is deleted."""
