@@ -110,7 +110,7 @@ class Watcher:
                 continue
             if self._is_alive(rank, board):
                 self._is_own.setdefault(rank, is_ours(Path(f"/proc/{int(board.numbers['pid'])}")))
-            else:
+            elif not self._is_done(rank):
                 self._gone.add(rank)
                 with contextlib.suppress(OSError):  # a folder that can only be read
                     append_line(self.log, {"event": "gone", "time": time.time(), "rank": rank})
@@ -152,6 +152,11 @@ class Watcher:
         with contextlib.suppress(OSError):  # a file that has gone
             return mapped is not None and (mapped / f"rank{rank}").samefile(self.folder / f"rank{rank}")
         return False
+
+    def _is_done(self, rank: int) -> bool:
+        """Return whether a rank that is no longer alive had ended well: it may have done so since the last look."""
+        self.watch.look(worked=True)
+        return self.watch.boards[rank].phase == "done"
 
     def _note(self, waited: float) -> None:
         for rank, facts in self._stall.facts.items():

@@ -106,3 +106,21 @@ def test_the_board_of_this_process_is_alive(tmp_path: Path) -> None:
     watcher.look()
     assert watcher.to_json()["ranks"][0] | {"line": ""} == watcher.to_json()["ranks"][0]
     assert watcher.to_json()["ranks"][0]["pid"] == os.getpid()
+
+
+def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rank0").mkdir()
+    board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
+    board.phase("body")
+
+    def ends(self: Watcher, rank: int, snapshot: object) -> bool:
+        board.phase("done")
+        return False
+
+    monkeypatch.setattr(Watcher, "_is_alive", ends)
+    watcher = Watcher(tmp_path)
+    watcher.look()
+    assert watcher.to_json()["ranks"][0]["gone"] is False
+    assert watcher.finding is None
