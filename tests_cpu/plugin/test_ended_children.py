@@ -29,25 +29,6 @@ def test_ignores_its_children():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     subprocess.run(["true"])
 """
-LOADS = """
-import subprocess
-import time
-import torch.utils.data
-
-class Stuck(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        time.sleep(1000 * index)
-        return index
-
-def test_loads():
-    list(torch.utils.data.DataLoader(Stuck(), num_workers=2))
-
-def test_runs_a_process():
-    subprocess.run(["true"], check=True)
-"""
 RAISES = """
 import signal
 import subprocess
@@ -83,14 +64,6 @@ def test_a_handler_of_the_program_does_not_take_the_place_of_the_time_limit(pyte
     assert "Failed: Timeout" in shown
     assert "sleep 1000" in shown  # the processes of the test are named
     assert "exited unexpectedly" not in shown.partition("short test summary")[2]
-
-
-def test_a_data_loader_that_is_stuck_fails_by_its_time_limit(pytester: pytest.Pytester) -> None:
-    done = run(pytester, LOADS, "--timeout=8")
-    done.assert_outcomes(failed=1, passed=1)
-    shown = done.stdout.str()
-    assert "Failed: Timeout" in shown
-    assert "no process of the test has joined a process group" in shown
 
 
 def test_a_handler_of_the_program_is_called_for_its_own_children_alone(pytester: pytest.Pytester) -> None:
