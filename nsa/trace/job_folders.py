@@ -26,7 +26,7 @@ def is_requested() -> bool:
 def dump_at_signal() -> None:
     """Append the stacks of this process to a file when the process that runs the test sends a signal. Forks inherit this."""
     with contextlib.suppress(OSError):  # a session that has ended
-        fd = os.open(Path(os.environ[FOLDER], STACKS), os.O_WRONLY | os.O_APPEND)
+        fd = os.open(Path(os.environ[FOLDER], STACKS), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 

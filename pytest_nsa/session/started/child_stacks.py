@@ -17,6 +17,7 @@ from pytest_nsa.report.terminal import short_place
 from pytest_nsa.system.commands import command_line
 from pytest_nsa.system.descendants import MOST, Process
 from pytest_nsa.system.procfs import catches, how_it_ended
+from pytest_nsa.wire.files import open_to_append
 
 FILE, SIGNAL = "stacks.txt", getattr(signal, "SIGRTMIN", 34) + 6  # as nsa.trace.job_folders has them
 MOST_THREADS = 3
@@ -32,7 +33,7 @@ class ChildStacks:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE
-        self._fd = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._fd = open_to_append(self._file)
         faulthandler.register(SIGNAL, file=self._fd, all_threads=True, chain=False)
 
     def close(self) -> None:
