@@ -118,6 +118,7 @@ class Observer:
     _shared: WeakSet[DistributedDataParallel]  # DDP modules: roots, or inside of roots
     _reducing: WeakSet[DistributedDataParallel]  # those of the models
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
+    _first: WeakSet[nn.Module]  # the one with which the current step began
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -142,6 +143,7 @@ class Observer:
         self._shared = WeakSet()
         self._reducing = WeakSet()
         self._models = WeakSet()
+        self._first = WeakSet()
         self._updating = 0  # how many optimizers' steps run, one inside the other
 
     def install(self) -> None:
@@ -295,11 +297,13 @@ class Observer:
                 )
         if self.checksums is not None and module.training and torch.is_grad_enabled():
             self.checksums.called(module)
-        if self._is_model(module):  # a loss module, for example, is a root too, but no forward
+        if module in self._models:  # a loss module, for example, is a root too, but no forward
             if module.training and torch.is_grad_enabled():
-                self._end_step()
-                self._read_ddp(module)
-                self.board.add("step")
+                if self._forward != "done" or module in self._first:  # else the next part of a model
+                    self._end_step()
+                    self._read_ddp(module)
+                    self.board.add("step")
+                    self._first = WeakSet([module])
                 self._forward = "running"
             self.board.begin_forward()
             self._nodes.begin()
@@ -322,7 +326,7 @@ class Observer:
             self._failure = (id(error), text, name)
 
     def _after_root(self, module: nn.Module, output: Any, error: BaseException | None) -> None:
-        if not self._is_model(module):
+        if module not in self._models:
             return
         self._nodes.end()
         self._phase("body")
@@ -332,9 +336,6 @@ class Observer:
             if error is not None:  # at once: a program that swallows the exception may hang in its next call
                 _, text, name = self._failure
                 self.on_anomaly("forward_failed", self.board.count("step"), error=text, module=name)
-
-    def _is_model(self, module: nn.Module) -> bool:
-        return module in self._models
 
     def _adopt(self, root: nn.Module) -> None:
         """Learn the names of a module that is called from outside any other, and hook its gradients."""

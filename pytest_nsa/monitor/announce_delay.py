@@ -5,7 +5,7 @@
 | it cannot resolve itself (ranks wait for each other, for ever) | at once |
 | ranks wait for one that stalls: in a lock, a sleep, I/O, a process, a data loader | 3 s |
 | a rank is at work by itself, or a thread or a child process: it computes, imports, compiles, writes | 10 s |
-| a rank has left no evidence yet, so that it may still import; one joins a thread with a time limit, and may then act | 10 s |
+| a rank has left no evidence yet, and may still import; one waits, or joins a thread, with a time limit | 10 s |
 
 Both limits grow with what the job did before: to 5 times its usual step, and to twice its longest pause at the same place, so that
 a pause that recurs (a checkpoint, an evaluation) is announced once at most. If a rank begins something else, its time starts again.
@@ -89,7 +89,9 @@ class AnnounceDelay:
         boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
         waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
         all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
-        works = self.at_work or may_act(evidence) or _may_come(finding, evidence)
+        works = (
+            self.at_work or may_act(evidence) or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
+        )
         least = AT_WORK_S if works or not (waited_for or all_wait) else WAITED_FOR_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 
@@ -102,6 +104,13 @@ def may_act(evidence: Evidence) -> bool:
     joins = (thread.joins_at for rank in alive for thread in rank.threads if thread.is_main)
     has_a_limit = any(has_a_time_limit(evidence.sources.line(at.file, at.line)) for at in joins if at is not None)
     return has_a_limit or any(rank.threads_at_work for rank in alive)
+
+
+def _waits_with_a_limit(finding: Finding, evidence: Evidence) -> bool:
+    """Return whether a rank of a suspicion waits with a time limit, by its line: for a child process, an answer, a queue."""
+    stacks = (rank.stack for rank in evidence.ranks if rank.rank in finding.ranks)
+    frames = (stack.user_frame for stack in stacks if stack is not None)
+    return any(has_a_time_limit(evidence.sources.line(at.file, at.line)) for at in frames if at is not None)
 
 
 def _may_come(finding: Finding, evidence: Evidence) -> bool:

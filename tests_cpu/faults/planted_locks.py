@@ -343,3 +343,27 @@ def test_async_save_under_lock(tmp_path):
             if quota_low:
                 LockedWriter.lock.release()
     dist.barrier()
+
+
+@planted(
+    "lock_deadlock",
+    [0],
+    n=3,
+    marked=True,
+    reason="ranks 1 and 2 waits for a lock on",
+    family="lock",
+    origin="set 67-70",
+)
+def test_a_barrier_under_a_lock_on_a_file(group: Group) -> None:
+    path = os.path.join(tempfile.gettempdir(), f"weights-{os.getppid()}.lock")
+    if group.rank != 0:
+        dist.recv(torch.empty(1), 0)
+    file = os.open(path, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    if group.rank == 0:
+        for other in (1, 2):
+            dist.send(torch.ones(1), other)
+        dist.barrier()  # HERE
+    fcntl.flock(file, fcntl.LOCK_UN)
+    if group.rank != 0:
+        dist.barrier()

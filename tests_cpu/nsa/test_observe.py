@@ -77,6 +77,18 @@ def test_a_part_called_by_itself_keeps_its_name(session: TraceSession, tmp_path:
     assert board(tmp_path).module == "0.1"
 
 
+def test_a_model_that_is_called_in_parts_makes_one_step(session: TraceSession, tmp_path: Path) -> None:
+    encoder, decoder = nn.Linear(3, 4), nn.Linear(4, 2)
+    found: list[tuple[str, int]] = []
+    session.observer.on_anomaly = lambda kind, step, **facts: found.append((kind, step))
+    for _ in range(3):
+        decoder(encoder(torch.randn(4, 3))).sum().backward()
+    encoder(torch.randn(4, 3))
+    step(encoder)
+    assert board(tmp_path).numbers["step"] == 5
+    assert found == [("no_backward", 4)], "of the step that ended with another call of its first module"
+
+
 def test_models_that_are_unlike_others_run(session: TraceSession) -> None:
     lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
     step(lazy)

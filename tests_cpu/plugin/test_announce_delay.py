@@ -92,9 +92,22 @@ def test_joins(group):
     thread.join()
 """
 
+CHILD = """
+import subprocess
 
-def test_a_join_with_a_time_limit_is_announced_late(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, JOINS, "--ranks-keep", "all")
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_joins(group):
+    if group.rank == 1:
+        with pytest.raises(subprocess.TimeoutExpired):
+            subprocess.run(["sleep", "60"], timeout=5)
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("source", [JOINS, CHILD], ids=["a thread", "a child process"])
+def test_a_wait_with_a_time_limit_is_announced_late(pytester: pytest.Pytester, source: str) -> None:
+    result = run_example(pytester, source, "--ranks-keep", "all")
     assert result.outcomes == {"passed": 1}
     assert not (result.folder("test_joins") / "suspicions.jsonl").exists(), result.stdout
 
