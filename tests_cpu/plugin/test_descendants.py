@@ -319,10 +319,11 @@ def test_the_evidence_of_such_ranks_is_masked_and_explains_the_failure(warm: War
 
 
 @pytest.mark.parametrize(("ini", "code"), [pytest.param("false", 0, marks=pytest.mark.slow), ("true", 1)])
-def test_processes_that_keep_a_session_from_ending_are_named_and_ended(
-    warm: WarmPython, folder: Path, ini: str, code: int
-) -> None:
-    done = run(warm, folder, EXIT, "-o", f"ranks_left_fails={ini}")
+def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: Path, ini: str, code: int) -> None:
+    (folder / "test_it.py").write_text(EXIT)
+    line = command("-o", f"ranks_left_fails={ini}")  # not `run`: its interpreter has no handlers of atexit
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(line, cwd=folder, env=environment(), check=False, timeout=170, **output)
     assert done.returncode == code, done.stdout
     assert "1 passed" in done.stdout
     assert "keep this session from ending, left by test_it.py::test_passes; ended" in done.stdout
@@ -349,7 +350,8 @@ def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, 
 
 def test_what_a_passed_test_leaves_is_named_and_ended_on_request(warm: WarmPython, folder: Path) -> None:
     done = run(warm, folder, LEAVES, "-Werror", nursery=False)  # its environment, in /proc, tells whose it is
-    assert "processes that the test left, still running" in done.stdout
+    place = f"test_it.py:{line_of(LEAVES, 'def test_leaves')}: PytestWarning: nsa: processes that the test left, still running"
+    assert place in done.stdout
     assert done.returncode == 0, "report changes no outcome"
     (left,) = alive(folder)
     os.kill(left, signal.SIGKILL)

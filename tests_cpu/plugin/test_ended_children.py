@@ -14,6 +14,21 @@ def test_keeps_a_manager():
     global manager
     manager = multiprocessing.Manager()
 """
+# Its handler of atexit ends the child, and would wait for ever for one that was killed while it waits for the event.
+AT_EXIT = """
+import atexit
+import multiprocessing
+
+def wait(event):
+    event.wait()
+
+def test_leaves_a_child():
+    event = multiprocessing.Event()
+    child = multiprocessing.Process(target=wait, args=(event,))
+    child.start()
+    atexit.register(child.join)
+    atexit.register(event.set)
+"""
 
 HANDLES = """
 import signal
@@ -50,10 +65,11 @@ def run(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResu
     return pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", *options, timeout=120)
 
 
-def test_a_manager_keeps_no_session_from_ending(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(MANAGER)
+@pytest.mark.parametrize(("source", "fails"), [(MANAGER, "true"), (AT_EXIT, "false")], ids=["a manager", "atexit"])
+def test_what_ends_at_exit_keeps_no_session_from_ending(pytester: pytest.Pytester, source: str, fails: str) -> None:
+    pytester.makepyfile(source)
     # Not `run`: its interpreter leaves without multiprocessing's finalizers, and the manager would stay.
-    line = [sys.executable, "-m", "pytest", "--ranks-descendants=report", "-o", "ranks_left_fails=true"]
+    line = [sys.executable, "-m", "pytest", "--ranks-descendants=report", "-o", f"ranks_left_fails={fails}"]
     done = subprocess.run(line, cwd=pytester.path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
     assert "keep this session from ending" not in done.stderr

@@ -38,17 +38,15 @@ from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.session.started.child_stacks import ChildStacks, named
 from pytest_nsa.session.started.job_announcer import JobAnnouncer
-from pytest_nsa.session.started.process_ends import ProcessEnds, joined_at_exit
+from pytest_nsa.session.started.process_ends import ProcessEnds, joined_at_exit, left_at_exit
 from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe, pids_of
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.children import children
-from pytest_nsa.system.descendants import TICKS, Process, Started, ticks_since_boot
+from pytest_nsa.system.descendants import Process, Started, ticks_since_boot
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 LEFT_S = 0.3  # for a test's last processes to end
-IDLE_S = 10.0  # after which idle processes that keep a session from ending are ended
-BUSY = 0.2  # of a core: a process that uses more is at work
 NAMED = 6  # processes that a report names
 
 shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
@@ -186,7 +184,10 @@ class StartedRanks:
 
     def _warn(self, item: pytest.Item, text: str) -> None:
         """Show a warning that no filter turns into a failure."""
-        message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, str(item.path), 1)
+        line = (item.reportinfo()[1] or 0) + 1
+        message = warnings.WarningMessage(
+            pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, str(item.path), line
+        )
         item.ihook.pytest_warning_recorded.call_historic(
             kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
         )
@@ -305,55 +306,40 @@ class StartedRanks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, Any, Any]:
-        is_worker = hasattr(self.config, "workerinput")
-        if is_worker:  # its controller waits for no process of it
-            self._at_exit(session)
+        if self._is_worker:
+            self._at_exit()
         try:
             return (yield)
         finally:
-            if not is_worker:
-                self._at_exit(session)
+            fails = self.settings.left_fails and not self._is_worker and self._at_exit()
+            if fails and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _at_exit(self, session: pytest.Session) -> None:
-        """End the processes that multiprocessing would wait for at exit, once they are idle."""
+    @property
+    def _is_worker(self) -> bool:
+        """Whether it is a worker of xdist: its controller waits for no process of it."""
+        return hasattr(self.config, "workerinput")
+
+    def _at_exit(self) -> bool:
+        """End the processes that multiprocessing would wait for at exit, once they are idle; return whether there were any."""
         if os.getpid() != self.pid or not joined_at_exit():
-            return
-        left = self._wait_while_at_work()
+            return False
+        limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
+        left = left_at_exit(self.started, self._look, limit)
         if not left:
-            return
+            return False
         owners = {self.started.owners.get(p.key, "") for p in left}
         self.owner = sorted(owners)[0]
         self.began = (0.0, ticks_since_boot())
         jobs, text = self._conclude("deadline", 0.0, None)
         self.ends.end([p for p in left if not p.is_helper])
         first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
-        if jobs and not hasattr(self.config, "workerinput"):
+        if jobs and not self._is_worker:
             self._write_reports(interrupted=False)
             text.append(f"  SUMMARY  {short_path(self.runner.folder.path / 'SUMMARY.md')}")
         sys.__stderr__.write("\n".join(["", first, *map(visible, text), ""]))  # type: ignore[union-attr]
         sys.__stderr__.flush()  # type: ignore[union-attr]
-        if self.settings.left_fails and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def _wait_while_at_work(self) -> list[Process]:
-        """Wait until no process has worked for IDLE_S, or a time limit is over; return those left, [] if all have ended."""
-        began = idle_since = time.monotonic()
-        limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
-        before = {p.key: p.cpu for p in self._look()}
-        while True:
-            for _ in range(10):
-                time.sleep(0.1)
-                joined = joined_at_exit()
-                if not joined:
-                    return []
-            found = self._look()
-            if any(p.cpu - before.get(p.key, 0) > BUSY * TICKS for p in found):
-                idle_since = time.monotonic()
-            before = {p.key: p.cpu for p in found}
-            now = time.monotonic()
-            if now - idle_since >= IDLE_S or now - began >= max(limit, IDLE_S):
-                owners = {self.started.owners[p.key] for p in found if p.pid in joined}
-                return [p for p in found if self.started.owners[p.key] in owners and not p.has_ended]
+        return True
 
     def _write_reports(self, *, interrupted: bool) -> None:
         run = self.runner.folder
@@ -372,8 +358,18 @@ class StartedRanks:
         """Leave subprocess and multiprocessing as they were."""
         self._undo_starts()
         self.announcer.close()
-        self.stacks.close()
         if os.getpid() == self.pid:
+            if joined_at_exit():
+                # The program's own handlers of atexit come before this one, and may end these processes.
+                sys.modules["multiprocessing.util"].Finalize(None, self._finish, exitpriority=0)
+            else:
+                self._finish()
+
+    def _finish(self) -> None:
+        try:
+            self._at_exit()
+        finally:
+            self.stacks.close()
             shutil.rmtree(self.base, ignore_errors=True)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_nsa.system.descendants import Key, Process, end
+from pytest_nsa.system.descendants import TICKS, Key, Process, Started, end
 
+IDLE_S = 10.0  # after which idle processes that keep a session from ending are ended
+BUSY = 0.2  # of a core: a process that uses more is at work
 CLEANUP_S = 3.0  # for the test, and for each pool, to end their processes
 
 
@@ -79,3 +82,25 @@ def joined_at_exit() -> set[int]:
             arguments = getattr(finalizer, "_args", ())
             idle.update(p.pid for p in arguments if isinstance(p, module.BaseProcess))  # type: ignore[union-attr]
     return {child.pid for child in started if not child.daemon} - idle
+
+
+def left_at_exit(started: Started, look: Callable[[], list[Process]], limit: float) -> list[Process]:
+    """Wait until the processes that multiprocessing joins at exit have done no work for `IDLE_S`, or for ``limit`` seconds; return
+    all processes of their owners, [] if they have ended.
+    """
+    began = idle_since = time.monotonic()
+    before = {p.key: p.cpu for p in look()}
+    while True:
+        for _ in range(10):
+            time.sleep(0.1)
+            joined = joined_at_exit()
+            if not joined:
+                return []
+        found = look()
+        if any(p.cpu - before.get(p.key, 0) > BUSY * TICKS for p in found):
+            idle_since = time.monotonic()
+        before = {p.key: p.cpu for p in found}
+        now = time.monotonic()
+        if now - idle_since >= IDLE_S or now - began >= max(limit, IDLE_S):
+            owners = {started.owners[p.key] for p in found if p.pid in joined}
+            return [p for p in found if started.owners[p.key] in owners and not p.has_ended]
