@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # the folder of a session's jobs; the process that runs its tests
-
-STACKS, STACKS_SIGNAL = (
-    "stacks.txt",
-    getattr(signal, "SIGRTMIN", 34) + 6,
-)  # the file in that folder, and when stacks are written
+# The file in that folder to which stacks are written, and the signal that requests them.
+STACKS, STACKS_SIGNAL = "stacks.txt", getattr(signal, "SIGRTMIN", 34) + 6
 
 
 def is_requested() -> bool:

@@ -112,7 +112,7 @@ def test_other_payload(group: Group, culprit: int, fault: str) -> None:
     [2],
     n=4,
     marked=True,
-    reason="numbers of different kinds",
+    reason="gave different arguments",
     family="mismatch",
     origin="arguments",
 )
@@ -126,7 +126,7 @@ def test_one_rank_gives_other_types_to_a_gather(group):
     [1],
     n=3,
     marked=True,
-    reason="numbers of different kinds",
+    reason="gave different arguments",
     family="mismatch",
     origin="arguments",
 )
@@ -140,7 +140,7 @@ def test_a_scatter_into_another_type(group):
     [1],
     n=3,
     marked=True,
-    reason="numbers of different kinds",
+    reason="gave different arguments",
     family="mismatch",
     origin="arguments",
 )
@@ -150,7 +150,7 @@ def test_a_scatter_into_a_longer_buffer(group):
 
 
 @planted(
-    "collective_mismatch", [1], marked=True, reason="numbers of different kinds", family="mismatch", origin="arguments"
+    "collective_mismatch", [1], marked=True, reason="gave different arguments", family="mismatch", origin="arguments"
 )
 def test_a_gather_of_fewer_in_one_round(group):
     """Of two ranks, the one that gave something else than in the rounds before."""
@@ -170,7 +170,7 @@ def test_one_rank_takes_the_largest_in_a_reduce_scatter(group):
     [2],
     n=3,
     marked=True,
-    reason="numbers of different kinds",
+    reason="gave different arguments",
     family="mismatch",
     origin="arguments",
 )

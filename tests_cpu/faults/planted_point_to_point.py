@@ -265,7 +265,7 @@ def test_a_batch_of_sends_that_is_dropped_in_one_step(group):
     [0, 1],
     n=3,
     marked=True,
-    reason="numbers of different kinds",
+    reason="gave different arguments",
     family="mismatch",
     origin="arguments",
 )
@@ -279,7 +279,7 @@ def test_a_message_into_a_buffer_of_another_type(group):
 
 
 @planted(
-    "collective_mismatch", [1], marked=True, reason="numbers of different kinds", family="mismatch", origin="arguments"
+    "collective_mismatch", [1], marked=True, reason="gave different arguments", family="mismatch", origin="arguments"
 )
 def test_a_message_into_another_type_in_one_round(group):
     for step in range(5):

@@ -73,7 +73,7 @@ def _unexpected_size(evidence: Evidence, rank: RankEvidence, at: Collective) -> 
         if mine is None or sent is None or mine.index != at.index or mine.shape[2:4] == sent.shape[2:4]:
             continue
         reason = f"gloo aborted rank {rank.rank} in {at.describe()}: rank {at.peer} was in {sent.describe()}"
-        return replace(_of_another_kind(evidence, calls, _odd_end(evidence, calls)), reason=reason, certain=False)
+        return replace(_differing(evidence, calls, _odd_end(evidence, calls)), reason=reason, certain=False)
     return None
 
 
@@ -174,23 +174,23 @@ def wrong_numbers(evidence: Evidence) -> Finding | None:
     if entered is not None and len({c.op for c in entered.values()}) == 1:
         found = explain(evidence, entered)
         if found is not None:
-            finding = _of_another_kind(evidence, entered, found.candidate.ranks)
+            finding = _differing(evidence, entered, found.candidate.ranks)
             return replace(finding, certain=found.is_certain, confidence=round(found.probability, 2))
     for calls in _in_order(made):
         if len({_terms(c, calls) for c in calls.values()}) > 1:
-            return _of_another_kind(evidence, calls, _odd_ones(evidence, calls))
+            return _differing(evidence, calls, _odd_ones(evidence, calls))
     for calls in _messages(evidence):
         if not _fit(*calls.values()):
-            return _of_another_kind(evidence, calls, _odd_end(evidence, calls))
+            return _differing(evidence, calls, _odd_end(evidence, calls))
     return None
 
 
-def _of_another_kind(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]) -> Finding:
-    """Return the finding that ranks exchanged numbers of different kinds; not certain where all are named."""
+def _differing(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]) -> Finding:
+    """Return the finding that ranks gave different arguments to one exchange; not certain where all are named."""
     shown = by_ranks({r: f"in {c.describe()}" for r, c in calls.items()}, evidence.job.world_size)
     return Finding(
         cause="collective_mismatch", ranks=culprits, where=calls[culprits[0]].site,
-        reason=f"the ranks exchanged numbers of different kinds, which no backend notices: {shown}",
+        reason=f"the ranks gave different arguments, which no backend notices: {shown}",
         certain=len(culprits) < len(calls), confidence=0.9, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 

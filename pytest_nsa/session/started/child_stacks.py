@@ -77,12 +77,9 @@ def named(process: Process, places: Sequence[str] = (), owner: str = "") -> str:
     if process.has_ended:
         return f"pid {process.pid} has failed ({how_it_ended(process.status)}), and was not waited for"
     command = process.command
-    shown = next(
-        (kind for part, kind in _KINDS.items() if part in command), " ".join(visible(command).split())[:COMMAND]
-    )
+    kind = next((kind for part, kind in _KINDS.items() if part in command), "")
+    shown = kind or " ".join(visible(command).split())[:COMMAND]
     if command == command_line(os.getpid(), MOST):
         shown = "a fork of this session"
-    of = f", of {owner}" if owner else ""
-    return f"pid {process.pid} ({process.state}) {shown}{of}" + (
-        f": at {'; a thread at '.join(places)}" if places else ""
-    )
+    of, at = f", of {owner}" if owner else "", f": at {'; a thread at '.join(places)}" if places else ""
+    return f"pid {process.pid} ({process.state}) {shown}{of}{at}"
