@@ -161,7 +161,7 @@ def server():
     assert process.wait() == 0
 
 def test_asks(server):
-    while not os.path.exists("rank0"):
+    while not all(map(os.path.exists, ("rank0", "rank1"))):
         time.sleep(0.02)
 
 def test_hangs(server):
@@ -176,8 +176,8 @@ def test_still_serves(server):
 SERVER_SCRIPT = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
+open(f"rank{dist.get_rank()}", "w").close()
 if dist.get_rank() == 0:
-    open("rank0", "w").close()
     while not os.path.exists("stop"):
         time.sleep(0.05)
 dist.broadcast(torch.ones(1), 0)
