@@ -161,7 +161,7 @@ def test_one_rank_skips_what_it_has_no_shard_for(group):
     dist.all_reduce(torch.ones(1))
 
 
-@planted("collective_mismatch", [0], marked=True, reason="different arguments", family="mismatch", origin="second witness")
+@planted("collective_mismatch", [0], marked=True, reason="gave different", family="mismatch", origin="second witness")
 def test_a_worker_gives_half_of_its_rows_in_one_round(group):
     for step in range(5):
         x = torch.ones(2 if group.rank == 0 and step == AT else 6)
