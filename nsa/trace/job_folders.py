@@ -10,6 +10,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from nsa.trace.files import open_to_append
+
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # the folder of a session's jobs; the process that runs its tests
 # The file in that folder to which stacks are written, and the signal that requests them.
 STACKS, STACKS_SIGNAL = "stacks.txt", getattr(signal, "SIGRTMIN", 34) + 6
@@ -23,7 +25,7 @@ def is_requested() -> bool:
 def dump_at_signal() -> None:
     """Append the stacks of this process to a file when the process that runs the test sends a signal. Forks inherit this."""
     with contextlib.suppress(OSError):  # a session that has ended
-        fd = os.open(Path(os.environ[FOLDER], STACKS), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        fd = open_to_append(Path(os.environ[FOLDER], STACKS))
         faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 

@@ -155,8 +155,8 @@ class Watcher:
 
     def _is_done(self, rank: int) -> bool:
         """Return whether a rank that is no longer alive had ended well: it may have done so since the last look."""
-        self.watch.look(worked=True)
-        return self.watch.boards[rank].phase == "done"
+        board = self.watch.readers[rank].read()
+        return board is not None and board.phase == "done"
 
     def _note(self, waited: float) -> None:
         for rank, facts in self._stall.facts.items():

@@ -16,12 +16,13 @@ from __future__ import annotations
 import ast
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
+from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.evidence.waiting import BUSY, has_a_time_limit
 
@@ -102,14 +103,17 @@ def may_act(evidence: Evidence) -> bool:
     """
     alive = [rank for rank in evidence.ranks if not rank.finished]
     joins = (thread.joins_at for rank in alive for thread in rank.threads if thread.is_main)
-    has_a_limit = any(has_a_time_limit(evidence.sources.line(at.file, at.line)) for at in joins if at is not None)
-    return has_a_limit or any(rank.threads_at_work for rank in alive)
+    return _has_a_limit(joins, evidence) or any(rank.threads_at_work for rank in alive)
 
 
 def _waits_with_a_limit(finding: Finding, evidence: Evidence) -> bool:
     """Return whether a rank of a suspicion waits with a time limit, by its line: for a child process, an answer, a queue."""
     stacks = (rank.stack for rank in evidence.ranks if rank.rank in finding.ranks)
-    frames = (stack.user_frame for stack in stacks if stack is not None)
+    return _has_a_limit((stack.user_frame for stack in stacks if stack is not None), evidence)
+
+
+def _has_a_limit(frames: Iterable[Frame | None], evidence: Evidence) -> bool:
+    """Return whether one of these lines waits with a time limit."""
     return any(has_a_time_limit(evidence.sources.line(at.file, at.line)) for at in frames if at is not None)
 
 

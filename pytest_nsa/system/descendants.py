@@ -94,7 +94,7 @@ class Started:
 
     def look(self, owner: str, since: int, before: Collection[int] = ()) -> list[Process]:
         """Return the existing ones, in the order of their pids. A new one belongs to its parent's owner; or to ``owner``, if its
-        parent has none or is the fork server.
+        parent has none or is a helper, such as the fork server.
 
         Children of this process that began before ``since`` and were never seen are not from tests; nor are those in ``before``
         that began in the same tick.
@@ -103,8 +103,7 @@ class Started:
         mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
         new = [p for p in table.values() if p.pid not in mine and p.began + (p.pid not in before) > since]
         mine |= {p.pid: owner for p in new if p.parent == os.getpid()}
-        servers = {pid for pid in mine if _FORK_SERVER in command_line(pid, MOST)} if new else set()
-        mine |= {p.pid: owner for p in new if p.parent in servers}
+        mine |= {p.pid: owner for p in new if p.parent in mine and table[p.parent].is_helper}
         _add_children(mine, table)
         lost = {p.pid: owner for p in new if p.pid not in mine and self._is_lost(p)}
         if lost:

@@ -39,9 +39,9 @@ def blocked(evidence: Evidence) -> Finding | None:
         if r.rank not in culprits and (r.rank in held_up or (r not in absent and (r.is_waiting or r.waits_for_a_key)))
     )
     n = evidence.job.world_size
-    # A holder may wait in something else; then its line is where it does so.
-    does = tuple(r for r in culprits if r in activities) or tuple(r for r in activities if activities[r] == activity)
-    rank = rank if set(does) & set(culprits) else evidence.ranks[culprits[0]]
+    does = tuple(r for r in culprits if r in activities)
+    if not does:  # a holder waits in something else: its line is where it does so
+        does, rank = tuple(r for r in activities if activities[r] == activity), evidence.ranks[culprits[0]]
     reason = f"{'each of ' if len(does) > 1 else ''}{describe_ranks(does, n)} {activity.description}"
     for holder in (h for h in culprits if h not in does):
         reason += f"; rank {holder} waits {doing(evidence.ranks[holder])}"
