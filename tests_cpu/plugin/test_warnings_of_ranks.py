@@ -33,10 +33,11 @@ def test_a_thread_that_is_no_daemon_is_reported(pytester: pytest.Pytester) -> No
 def test_what_would_wait_at_exit_under_torchrun_is_a_warning(pytester: pytest.Pytester) -> None:
     """Ranks end without running it; nothing is reported of handlers and finalizers that call no collective."""
     source = """
-    import atexit, functools
+    import atexit, functools, multiprocessing
 
     def say_goodbye(text): print(text)
     def meet(): dist.barrier()
+    def stop(pipe): pipe.send(functools.reduce(max, [1, 2]))
 
     class Pool:
         def __del__(self): dist.barrier()
@@ -49,6 +50,7 @@ def test_what_would_wait_at_exit_under_torchrun_is_a_warning(pytester: pytest.Py
     @world_size(2)
     def test_leaves(group):
         atexit.register(say_goodbye, "bye")
+        atexit.register(stop, multiprocessing.Pipe()[1])
         atexit.register(functools.partial(meet))
         if group.rank == 1:
             KEPT.append((Pool(), Quiet()))
@@ -66,3 +68,4 @@ def test_what_would_wait_at_exit_under_torchrun_is_a_warning(pytester: pytest.Py
     assert result.outcomes["warnings"] == 3
     assert "Quiet" not in result.stdout
     assert "say_goodbye" not in result.stdout
+    assert "stop" not in result.stdout

@@ -10,30 +10,48 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 from nsa.trace.frames import call_site, is_user_file
 
 _COLLECTIVES = frozenset({
-    "barrier", "monitored_barrier", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
-    "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "all_gather_object",
-    "broadcast_object_list", "gather_object", "scatter_object_list",
+    "barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather",
+    "all_gather_into_tensor", "all_gather_single", "all_gather_coalesced", "gather", "gather_single", "scatter", "reduce_scatter",
+    "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
+    "batch_isend_irecv", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
+    "send_object_list", "recv_object_list",
 })  # fmt: skip
 _registered: list[tuple[Any, str]] = []  # the user's handlers, and where each was registered
 
 
-def _code(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+def _function(value: Any) -> Any:
+    while isinstance(value, functools.partial):
+        value = value.func
+    return inspect.unwrap(getattr(value, "__func__", value))
 
 
-def collective_in(function: Any) -> str:
-    """Return the name of a collective that the user's function itself calls; '' without one."""
-    code = _code(function)
+def collective_in(value: Any) -> str:
+    """Return the name of a collective of torch that the user's function itself calls; '' without one."""
+    function = _function(value)
+    code = getattr(function, "__code__", None)
     if code is None or not is_user_file(code.co_filename):
         return ""
-    return next((name for name in code.co_names if name in _COLLECTIVES), "")
+    called = next((name for name in code.co_names if name in _COLLECTIVES), "")
+    # Pipes have `send`, too: the function, or a module, must be torch's.
+    return called if called and any(_is_of_torch(name, function.__globals__) for name in code.co_names) else ""
+
+
+def _is_of_torch(name: str, names: Mapping[str, Any]) -> bool:
+    """Return whether ``name`` is a module or a function of torch; ``names`` are a function's globals, which may import more."""
+    value = names.get(name)
+    if isinstance(value, ModuleType):
+        of = value.__name__
+    elif isinstance(value, FunctionType):
+        of = value.__module__
+    else:
+        of = name
+    return of == "torch" or of.startswith("torch.")
 
 
 @functools.cache
@@ -67,7 +85,7 @@ def lasting_handlers(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     ``names`` are the globals of the test's module.
     """
     for function, site in _registered:
-        yield f"the exit handler {getattr(_code(function), 'co_name', '?')}", site, collective_in(function)
+        yield f"the exit handler {getattr(_function(function), '__name__', '?')}", site, collective_in(function)
     kinds: dict[type, str] = {}
     for value in list(names.values()):
         finalizer = vars(value).get("__del__") if isinstance(value, type) else None
@@ -77,5 +95,5 @@ def lasting_handlers(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
         return
     gc.collect()
     for alive in {type(found) for found in gc.get_objects() if type(found) in kinds}:
-        code = _code(vars(alive)["__del__"])
+        code = _function(vars(alive)["__del__"]).__code__
         yield f"the finalizer of {alive.__name__}", f"{code.co_filename}:{code.co_firstlineno} in __del__", kinds[alive]
