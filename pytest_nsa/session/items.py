@@ -117,6 +117,7 @@ class Ranked(pytest.Function):
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
+        runner.remove_passed(self, verdict, evidence.folder)
         if runner.attachment is None or runner.attachment.leads:
             snapshots.take_over(self, evidence, passed=not verdict.failed)
         repeat_warnings(self, evidence)
@@ -155,7 +156,7 @@ class Ranked(pytest.Function):
             raise failure
 
     def _take_over(self, evidence: Evidence) -> None:
-        """Copy the properties that the test recorded to this item, and when it failed, what the ranks printed."""
+        """Copy the properties that the test recorded to this item, and what the ranks printed, unless it has been shown (`-s`)."""
         self.user_properties.extend(recorded_properties.item_properties(evidence.ranks))
         log = self.config.stash.get(xml_key, None)
         if log is not None:
@@ -164,6 +165,7 @@ class Ranked(pytest.Function):
         verdict = self.stash[verdict_key]
         if verdict.failed:
             self.user_properties.append(("nsa.verdict", terminal.headline(verdict)))
+        if verdict.failed or self.config.getoption("capture", "no") != "no":
             for title, body in terminal.sections(evidence):
                 self.add_report_section("call", title, body)
 

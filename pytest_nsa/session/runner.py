@@ -124,10 +124,9 @@ class RankRunner:
         if self.attachment is not None:
             job = replace(self.attachment.local(job), reuse="", stay=False)
         job = self._without_too_many_groups(job)
-        keep = bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
         try:
             verdict, evidence = self._run(
-                item.session, job, keep=keep, record=tried is None, is_tried=tried is not None
+                item.session, job, keep=self._keeps(item, scenario), record=tried is None, is_tried=tried is not None
             )
         finally:
             if not job.stay:
@@ -143,9 +142,15 @@ class RankRunner:
                 self.recorder.replace(folder, verdict)
         if self.attachment is not None:
             self.recorder.add(folder, verdict)
-        if not keep and verdict.outcome in ("PASS", "SKIP"):
-            remove_tree(folder)
         return verdict, evidence
+
+    def remove_passed(self, item: pytest.Function, verdict: Verdict, folder: Path) -> None:
+        """Delete the folder of a test that passed, unless it is to be kept."""
+        if verdict.outcome in ("PASS", "SKIP") and not self._keeps(item, scenario_of(item, None)):
+            remove_tree(folder)
+
+    def _keeps(self, item: pytest.Function, scenario: str) -> bool:
+        return bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
 
     def _bisect(self, item: pytest.Function, needs: Needs, run: Run) -> str:
         try:

@@ -156,6 +156,18 @@ def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     assert properties["nsa.verdict"].startswith("FAIL: rank 1 of 2, assertion")
 
 
+@pytest.mark.parametrize(("arguments", "count"), [(("-rP",), 1), (("-rP", "-s"), 0)])
+def test_what_the_ranks_of_a_passing_test_printed_is_in_its_report(
+    pytester: pytest.Pytester, arguments: tuple[str, ...], count: int
+) -> None:
+    """With `-s` it has been on the terminal already."""
+    source = "@world_size(2)\ndef test_it(group): print('printed by', group.rank)"
+    text = run_example(pytester, source, *arguments).stdout.partition("= PASSES =")[2]
+    for rank in range(2):
+        assert text.count(f"Captured output of rank {rank} call") == count
+        assert text.count(f"printed by {rank}") == count
+
+
 def test_only_failures_keep_their_folder(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
