@@ -28,6 +28,7 @@ _WORDS: dict[str, dict[str, str]] = {
     "waiter": {t.name: t.words for t in MESSAGE}, "asker": {t.name: t.words for t in KEYS},
     "they": {t.name: t.words for t in OWN}, "": {t.name: t.words for t in SHARED},
 }  # fmt: skip
+_OF_ALL = {t.name: t.of_all for t in SHARED if t.of_all}
 _WORDS |= {"peer": _WORDS["waiter"], "setter": _WORDS["asker"], "others": _WORDS["they"]}
 _AWAITED = (  # by file and function of the library, and by source where it has no frame of Python
     ("/queue.py", "get", r"\.get\(", "an item that no thread has put into its queue"),
@@ -71,7 +72,9 @@ def describe_awaited(evidence: Evidence, ranks: tuple[int, ...], calls: Calls, *
 
 def terms_of(found: Explanation, world_size: int) -> dict[str, float]:
     """Return the terms of the largest weight as sentences about the side that each describes, with their weights."""
-    shown = [(name, words, gain) for name, gain in found.terms if (words := _words_of(name))][:_MOST_TERMS]
+    of_all = _OF_ALL if found.candidate.is_for_all else {}
+    shown = [(name, of_all.get(name) or _words_of(name), gain) for name, gain in found.terms]
+    shown = [(name, words, gain) for name, words, gain in shown if words][:_MOST_TERMS]
     return {stated(found.candidate.about(name), words, world_size): gain for name, words, gain in shown}
 
 

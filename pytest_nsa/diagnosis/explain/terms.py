@@ -20,11 +20,15 @@ from pytest_nsa.diagnosis.explain.rhythm import share, token
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A fact by its ``name`` in the table of weights; ``words`` follow the name of a side: 'rank 1 is ...'."""
+    """A fact by its ``name`` in the table of weights; ``words`` follow the name of a side: 'rank 1 is ...'.
+
+    ``of_all`` are the words of a shared term for an edit that names all ranks.
+    """
 
     name: str
     words: str
     value: Callable[[Contrast], float]
+    of_all: str = ""
 
 
 def _bits(*calls: str) -> Callable[[Contrast], float]:
@@ -100,14 +104,18 @@ SHARED: tuple[Term, ...] = (
     *_order_terms("behind", Order.BEFORE),
     Term("left", "left a loop that the others are in", lambda c: c.has_left),
     Term("in a loop", "is in a loop that the others left", lambda c: c.turned.has_left),
-    Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE),
-    Term("branches", "is in the other branch of an `if`", lambda c: c.are_branches),
-    Term("all new", "makes a call that no rank made before, as the others do", lambda c: not (c.is_known or c.turned.is_known)),
+    Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE,
+         "is in branches that exclude each other"),
+    Term("branches", "is in the other branch of an `if`", lambda c: c.are_branches, "is in both branches of an `if`"),
+    Term("all new", "makes a call that no rank made before, as the others do", lambda c: not (c.is_known or c.turned.is_known),
+         "makes calls that no rank made before"),
     Term("alone new", "makes a call that no rank made before, and the others do not",
          lambda c: not c.is_known and c.turned.is_known),
-    Term("same call", "makes the others' call by the same lines", lambda c: c.call.way == c.other_call.way),
-    Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4]),
-    Term("another group", "calls in another group", lambda c: c.is_in_another_group),
+    Term("same call", "makes the others' call by the same lines", lambda c: c.call.way == c.other_call.way,
+         "makes the same call by the same lines"),
+    Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4],
+         "carries the same in different calls"),
+    Term("another group", "calls in another group", lambda c: c.is_in_another_group, "calls in different groups"),
 )  # fmt: skip
 
 

@@ -74,6 +74,8 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     shown, values, terms = calls_and_groups(evidence, entered), found.candidate.values, terms_of(found, n)
     if edit is Edit.ORDER:
         reason = f"the ranks wait in different collectives: {shown}"
+    elif found.candidate.is_for_all and len({(c.op, c.place) for c in entered.values()}) == 1:
+        reason = f"the ranks gave different arguments: {shown}"
     elif found.candidate.is_for_all:
         reason = f"the ranks are in different collectives: {shown}"
     elif edit is Edit.SKIP and are_waiting:
