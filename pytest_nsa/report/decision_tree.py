@@ -13,6 +13,7 @@ from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.plain import visible
 
 WIDTH, MARGIN, LINE = 400, 14, 17  # as wide as a phone
+ANSWER = 30  # letters of an answer next to an arrow
 LETTERS = 52  # of a line in a box
 GAP = 34
 MOST = 30  # questions that are drawn
@@ -130,7 +131,9 @@ class _Drawing:
         stroke = "var(--ink)" if answer is not None else "var(--line)"
         x = WIDTH // 2
         self.parts.append(tag("path", d=f"M{x} {self.y} V{self.y + GAP - 6}", stroke=stroke, marker_end="url(#way)"))
-        self.parts.append(tag("text", (answer or "")[:30], x=x + 10, y=self.y + GAP // 2 + 3, class_=kind))
+        text = answer or ""
+        shown = text if len(text) <= ANSWER else f"{text[: ANSWER - 1].rstrip()}…"
+        self.parts.append(tag("text", shown, tag("title", text), x=x + 10, y=self.y + GAP // 2 + 3, class_=kind))
         self.y += GAP
 
     def svg(self, label: str) -> Markup:
