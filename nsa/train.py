@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from nsa.training.parallel import RankInfo
 
 USAGE_ERROR, NOT_FINITE, INTERRUPTED = 2, 3, 130
-NOT_WRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES})
+NOT_WRITABLE = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR,
+})  # fmt: skip
 EXIT_CODES = {
     0: "done",
     USAGE_ERROR: "a setting or file that cannot be used, or a disk that is full: one line names it",

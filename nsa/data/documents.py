@@ -150,7 +150,7 @@ def check_parquet(file: Path) -> int:
     try:
         reader = parquet.ParquetFile(file)
         columns, rows = reader.schema_arrow.names, reader.metadata.num_rows
-        kind = reader.schema_arrow.field("text").type if "text" in columns else None
+        kind = reader.schema_arrow.field("text").type if columns.count("text") == 1 else None
         # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
         is_text = kind is not None and (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
         if is_text and rows:
@@ -164,6 +164,10 @@ def check_parquet(file: Path) -> int:
     if "text" not in columns:
         raise ConfigError(
             f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
+        )
+    if columns.count("text") > 1:
+        raise ConfigError(
+            f"dataset {str(file)!r}: {columns.count('text')} columns are called 'text'; give a file with one"
         )
     if not is_text:
         raise ConfigError(f"dataset {str(file)!r}: column 'text' holds {kind}; it must hold strings")

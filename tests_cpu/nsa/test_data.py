@@ -164,8 +164,10 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     write(tmp_path / "no_rows.parquet", [])
     write(tmp_path / "no_text.parquet", ["x"], column="content")
     pq.write_table(pa.table({"text": pa.array([1, 2])}), tmp_path / "numbers.parquet")
+    pq.write_table(pa.table([pa.array(["a"])] * 2, names=["text", "text"]), tmp_path / "twice.parquet")
     expected = {
         "numbers": "column 'text' holds int64; it must hold strings",
+        "twice": "2 columns are called 'text'; give a file with one",
         "truncated": "not a whole parquet file",
         "empty": "the file is empty (0 bytes)",
         "no_rows": "0 rows",

@@ -63,6 +63,14 @@ def test_a_full_disk_is_named_in_one_line(tmp_path: Path, run: Run, name: str) -
     assert len(errors.splitlines()) == 1
 
 
+def test_a_folder_in_the_place_of_a_file_is_named_in_one_line(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    code, _, errors = run("--steps", "2", "--out", str(tmp_path))
+    assert code == 2, errors
+    assert errors.startswith(f"error: Is a directory: {tmp_path / 'metrics.jsonl'} cannot be written; ")
+    assert len(errors.splitlines()) == 1
+
+
 def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     code, out, errors = run(
         "--steps", "2", "--out", str(tmp_path), NSA_GC_RANGE="0:6", NSA_TRACE_GRADS="1", NSA_MEM_DUMP_EVERY="1"
