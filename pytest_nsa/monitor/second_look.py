@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+# Bound at import: a test may replace the functions of time.
+from time import CLOCK_MONOTONIC, clock_gettime, sleep
+from time import time as wall_clock
 from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
@@ -30,9 +33,9 @@ MAX_CHILDREN = 4
 def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int, dict[str, Any]]) -> None:
     """Look twice at each rank (rank -> pid), ``SAMPLE_S`` between; append a line per rank to ``evidence``, with ``more``."""
     first = {rank: look_at(pid) for rank, pid in pids.items()}
-    started = time.monotonic()
-    time.sleep(SAMPLE_S)
-    elapsed = time.monotonic() - started
+    started = clock_gettime(CLOCK_MONOTONIC)
+    sleep(SAMPLE_S)
+    elapsed = clock_gettime(CLOCK_MONOTONIC) - started
     for rank, pid in pids.items():
         before, after = first[rank], look_at(pid)
         if before is not None and after is not None:
@@ -48,7 +51,7 @@ def request_counters(folders: Iterable[Path]) -> None:
 def pause_heartbeats(folders: Iterable[Path]) -> None:
     """Pause the heartbeats of ranks while their stacks are dumped; wait as long as a beat takes."""
     _leave_files(folders, DUMP_REQUEST)
-    time.sleep(BEAT_S)
+    sleep(BEAT_S)
 
 
 def _leave_files(folders: Iterable[Path], name: str) -> None:
@@ -60,7 +63,7 @@ def _leave_files(folders: Iterable[Path], name: str) -> None:
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
     """Append a line on a rank's process to ``evidence``."""
     with ignore_full_disk():
-        append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
+        append_line(evidence, {"event": "process", "time": wall_clock(), "rank": rank, **facts})
 
 
 def dump_stacks(
@@ -74,12 +77,12 @@ def dump_stacks(
     sizes = {rank: _size(path) for rank, path in ranks.items()}
     for rank in ranks:
         send(rank)
-    began = time.monotonic()
+    began = clock_gettime(CLOCK_MONOTONIC)
     waiting = dict.fromkeys(ranks, (-1, 0))  # the size at the last look, and how often it was that before
-    while waiting and (waited := time.monotonic() - began) < STARVED_WAIT_S:
+    while waiting and (waited := clock_gettime(CLOCK_MONOTONIC) - began) < STARVED_WAIT_S:
         if waited > DUMP_WAIT_S and not any(map(wants_to, waiting)):
             return
-        time.sleep(0.02)
+        sleep(0.02)
         for rank, (last, times) in list(waiting.items()):
             size = _size(ranks[rank])
             times = times + 1 if size > sizes[rank] and size == last else 0

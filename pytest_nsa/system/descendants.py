@@ -8,10 +8,13 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+
+# Bound at import: a test may replace the functions of os and time.
+from os import listdir
 from pathlib import Path
+from time import CLOCK_BOOTTIME, CLOCK_MONOTONIC, clock_gettime
 
 from pytest_nsa.system.commands import command_line
 from pytest_nsa.system.procfs import stat_of, status_of
@@ -19,9 +22,9 @@ from pytest_nsa.system.procfs import stat_of, status_of
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, by which a helper is recognised
 GONE_S = 2.0  # for killed processes to end, so that their ports are free
-# Servers of multiprocessing and compilers, which serve the whole session.
+# Servers of multiprocessing and loky, and compilers, which serve the whole session.
 _FORK_SERVER = "multiprocessing.forkserver"
-_HELPERS = (_FORK_SERVER, "multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+_HELPERS = (_FORK_SERVER, "resource_tracker", "torch/_inductor/compile_worker")
 _STATE, _PARENT, _USER, _SYSTEM, _BEGAN = 0, 1, 11, 12, 19  # fields of /proc/PID/stat after the command's name
 
 Key = tuple[int, int]
@@ -66,12 +69,12 @@ class Process:
 
 def ticks_since_boot() -> int:
     """Return the time since boot, as `Process.began` counts it."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
+    return int(clock_gettime(CLOCK_BOOTTIME) * TICKS)
 
 
 def _processes() -> dict[int, Process]:
     found = {}
-    for name in os.listdir("/proc"):
+    for name in listdir("/proc"):
         if name.isdecimal() and (process := _read(Path("/proc", name))) is not None:
             found[process.pid] = process
     return found
@@ -87,14 +90,18 @@ def _read(path: Path) -> Process | None:
 
 @dataclass
 class Started:
-    """The processes that tests have started, and theirs. ``mark``: the variable, as NAME=VALUE, that they inherit."""
+    """The processes that tests have started, and theirs.
+
+    ``mark``: the variable, as NAME=VALUE, that they inherit. ``given``: by pid, the owners of children that were seen to start.
+    """
 
     mark: str
+    given: dict[int, str] = field(default_factory=dict)
     owners: dict[Key, str] = field(default_factory=dict)
 
     def look(self, owner: str, since: int, before: Collection[int] = ()) -> list[Process]:
-        """Return the existing ones, in the order of their pids. A new one belongs to its parent's owner; or to ``owner``, if its
-        parent has none or is a helper, such as the fork server.
+        """Return the existing ones, in the order of their pids. A new one belongs to its parent's owner; or, if its parent
+        has none or is a helper, such as the fork server, to the owner that is given for it, or to ``owner``.
 
         Children of this process that began before ``since`` and were never seen are not from tests; nor are those in ``before``
         that began in the same tick.
@@ -102,7 +109,7 @@ class Started:
         table = _processes()
         mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
         new = [p for p in table.values() if p.pid not in mine and p.began + (p.pid not in before) > since]
-        mine |= {p.pid: owner for p in new if p.parent == os.getpid()}
+        mine |= {p.pid: self.given.get(p.pid, owner) for p in new if p.parent == os.getpid()}
         mine |= {p.pid: owner for p in new if p.parent in mine and table[p.parent].is_helper}
         _add_children(mine, table)
         lost = {p.pid: owner for p in new if p.pid not in mine and self._is_lost(p)}
@@ -169,9 +176,9 @@ def _end(processes: Iterable[Process]) -> None:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                     poll.register(handle, select.POLLIN)
                     waiting += 1
-        deadline = time.monotonic() + GONE_S
+        deadline = clock_gettime(CLOCK_MONOTONIC) + GONE_S
         # Not by /proc: a process is a zombie there once its main thread has ended, and its parent can reap it after its last one.
-        while waiting and (left := deadline - time.monotonic()) > 0:
+        while waiting and (left := deadline - clock_gettime(CLOCK_MONOTONIC)) > 0:
             for handle, _ in poll.poll(1e3 * left):
                 poll.unregister(handle)
                 waiting -= 1

@@ -53,21 +53,15 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["traces.log", "gate_health.jsonl"])
-def test_a_full_disk_is_named_in_one_line(tmp_path: Path, run: Run, name: str) -> None:
-    """At the start, and after a step: /dev/full refuses each write as a full disk does."""
-    (tmp_path / name).symlink_to("/dev/full")
+@pytest.mark.parametrize("name", ["traces.log", "gate_health.jsonl", "metrics.jsonl"])
+def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, run: Run, name: str) -> None:
+    """A full disk at the start and after a step (/dev/full refuses each write as one does), and a folder in a file's place."""
+    path = tmp_path / name
+    full, is_folder = f"No space left on device: the results in {tmp_path}", name == "metrics.jsonl"
+    path.mkdir() if is_folder else path.symlink_to("/dev/full")
     code, _, errors = run("--steps", "2", "--out", str(tmp_path))
     assert code == 2, errors
-    assert errors.startswith(f"error: No space left on device: the results in {tmp_path} cannot be written; ")
-    assert len(errors.splitlines()) == 1
-
-
-def test_a_folder_in_the_place_of_a_file_is_named_in_one_line(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    code, _, errors = run("--steps", "2", "--out", str(tmp_path))
-    assert code == 2, errors
-    assert errors.startswith(f"error: Is a directory: {tmp_path / 'metrics.jsonl'} cannot be written; ")
+    assert errors.startswith(f"error: {f'Is a directory: {path}' if is_folder else full} cannot be written; ")
     assert len(errors.splitlines()) == 1
 
 

@@ -86,17 +86,19 @@ def test_after():
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "mode"),
     [
-        pytest.param(POOL, id="a pool"),
-        pytest.param(FIXTURE, id="a fixture's pool", marks=pytest.mark.slow),
-        pytest.param(CLOSES, id="a pool that is closed"),
-        pytest.param(EXECUTOR, id="an executor", marks=pytest.mark.slow),
-        pytest.param(CLEANUP, id="a cleanup that waits", marks=pytest.mark.slow),
+        pytest.param(POOL, "report", id="a pool"),
+        pytest.param(FIXTURE, "report", id="a fixture's pool", marks=pytest.mark.slow),
+        pytest.param(CLOSES, "end", id="a pool that is closed"),
+        pytest.param(EXECUTOR, "end", id="an executor", marks=pytest.mark.slow),
+        pytest.param(CLEANUP, "end", id="a cleanup that waits", marks=pytest.mark.slow),
     ],
 )
-def test_a_test_at_its_limit_ends_and_so_does_the_session(warm: WarmPython, folder: Path, source: str) -> None:
-    done = run(warm, folder, HEAD + source + AFTER, "-rfE")
+def test_a_test_at_its_limit_ends_and_so_does_the_session(
+    warm: WarmPython, folder: Path, source: str, mode: str
+) -> None:
+    done = run(warm, folder, HEAD + source + AFTER, "-rfE", mode=mode)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "from pytest-timeout" in next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
     assert "in test_it" in next(line for line in done.stdout.splitlines() if line.startswith("  waits "))
@@ -199,7 +201,7 @@ def test_second():
 def test_what_the_fork_server_makes_belongs_to_the_test_that_runs(folder: Path) -> None:
     (folder / "test_it.py").write_text(FORK_SERVER)
     done = subprocess.run(
-        command(), cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=170
+        command(mode="end"), cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=170
     )
     shown = [line for line in done.stdout.splitlines() if line.startswith("  process ")]
     assert len(shown) == 2, done.stdout

@@ -1,12 +1,12 @@
 """Diagnose the ranks that tests start by themselves: at the time limit, at an interrupt, and when the session cannot end.
 
-Children inherit a variable that names a folder; a child that joins a process group leaves evidence there (`nsa.trace.job_folders`).
-A test that starts no process costs two entries of the environment.
+Children get a variable that names a folder; a child that joins a process group leaves evidence there (`nsa.trace.job_folders`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import shutil
@@ -14,42 +14,65 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
+from time import sleep  # bound at import: a test may replace it
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from _pytest._code.code import ExceptionChainRepr, ReprTraceback
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
-from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
-from pytest_nsa.report.terminal import headline, short_path
+from pytest_nsa.report.terminal import short_path
 from pytest_nsa.session import before_timeout
-from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.session.started import reports
 from pytest_nsa.session.started.child_stacks import ChildStacks, named
 from pytest_nsa.session.started.job_announcer import JobAnnouncer
-from pytest_nsa.session.started.process_ends import ProcessEnds, joined_at_exit, left_at_exit
-from pytest_nsa.session.started.process_starts import on_start
-from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe, pids_of
+from pytest_nsa.session.started.process_ends import (
+    IDLE_S,
+    WORKER_WAITS,
+    ProcessEnds,
+    is_interrupted,
+    joined_at_exit,
+    left_at_exit,
+    of_jobs,
+)
+from pytest_nsa.session.started.process_starts import in_environment, on_start
+from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
+from pytest_nsa.session.started.started_jobs import Concluded, Occasion, conclude_jobs, describe, pids_of
 from pytest_nsa.settings import Settings
-from pytest_nsa.system.children import children
-from pytest_nsa.system.descendants import Process, Started, ticks_since_boot
+from pytest_nsa.system.descendants import Process
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 LEFT_S = 0.3  # for a test's last processes to end
 NAMED = 6  # processes that a report names
 
-shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
+
+Part = TypeVar("Part", bound=Callable[..., Any])
+
+
+def _harmless(part: Part) -> Part:
+    """Let a failure of this code be none of the test, which may have replaced functions of os or time, or the whole file system.
+
+    The failure is reported as a warning; ``part`` then returns None.
+    """
+
+    @functools.wraps(part)
+    def wrapped(self: StartedRanks, *args: Any) -> Any:
+        try:
+            return part(self, *args)
+        except Exception as error:
+            self._failures.setdefault(f"{type(error).__name__}: {error}", False)
+            return None
+
+    return wrapped  # type: ignore[return-value]
 
 
 class StartedRanks:
@@ -62,56 +85,67 @@ class StartedRanks:
             Path(outer).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.base = Path(tempfile.mkdtemp(prefix="nsa-jobs-", dir=outer))
         self.environment = {FOLDER: str(self.base), HOST: str(os.getpid())}
-        self.started = Started(f"{HOST}={os.getpid()}")
+        self.processes = ProcessesOfTest(f"{HOST}={os.getpid()}")
         self.announcer = JobAnnouncer(config, self.base)
         self.stacks = ChildStacks(self.base)
         self.pid = os.getpid()
-        self.item: pytest.Item | None = None
-        self.owner = ""
-        self.began = (0.0, 0)  # the test: seconds since the epoch; ticks since boot
-        self.before: list[int] = []  # the children that existed before the test
-        self.has_children = self._is_concluding = False
         self.interrupted: list[str] = []
+        self._is_concluding = False
         self._ended = ""  # the owner of the processes that are to be ended, because the test is
+        self._is_over = is_interrupted  # whether the test has not caught what ended it
         self._is_in_phase = False  # since the test was ended
+        self._failures: dict[str, bool] = {}  # of this code, and whether they have been reported
         self.ends = ProcessEnds(self._to_end)
         self._undo_signal: Callable[[], None] | None = None
-        self._undo_starts = on_start(self._before_child, self.environment)
+        self._undo_starts = on_start(self._may_start, self._has_started, self.environment)
 
     # -- children
 
-    def _before_child(self) -> bool:
+    def _may_start(self) -> bool:
         """Note that the test starts a process; return False if no test runs."""
-        if self.item is None or os.getpid() != self.pid:
+        if not self.processes.is_here:
             return False
-        if not self.has_children:
-            self.has_children = True
-            self._follow()
-            # Torch may have been imported before the variables were set: a forked child must inherit the hooks.
-            if "torch" in sys.modules:
-                importlib.import_module("nsa.trace.autostart").autostart()
-            if threading.current_thread() is threading.main_thread():
-                self._take_interrupt()
+        if not self.processes.has_any:
+            self.processes.has_any = True
+            self._before_first_child()
         return True
 
+    @_harmless
+    def _before_first_child(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._take_interrupt()
+        # Torch may have been imported before there were the variables: a forked child must inherit the hooks.
+        if "torch.distributed" in sys.modules:
+            with in_environment(self.environment):
+                importlib.import_module("nsa.trace.autostart").autostart()
+        self._follow()
+
+    @_harmless
+    def _has_started(self, pid: int) -> None:
+        self.processes.add(pid)
+
     def _follow(self) -> None:
-        assert self.item is not None
-        nodeid = self.item.nodeid
-        of_fixtures = [pid for (pid, _), owner in self.started.owners.items() if owner != nodeid]
-        self.announcer.follow(nodeid if self.owner == nodeid else "", of_fixtures)
+        item = self.processes.item
+        is_of_test = item is not None and self.processes.owner == item.nodeid
+        self.announcer.follow(self.processes.owner if is_of_test else "", self.processes.of_fixtures())
 
     def _take_interrupt(self) -> None:
         before = signal.getsignal(signal.SIGINT)
-        if not callable(before):
+        if before is not signal.default_int_handler:  # the test's own, or asyncio's while its loop runs
             return
 
         def interrupted(number: int, frame: FrameType | None) -> None:
-            if self.item is not None and os.getpid() == self.pid and not self._is_concluding:
-                _, self.interrupted = self._conclude("interrupted", 0.0, frame)
-                self._end_soon()
+            if self.processes.is_here and not self._is_concluding:
+                self._at_interrupt(frame)
             before(number, frame)
 
         self._undo_signal = at_interrupt(interrupted)
+
+    @_harmless
+    def _at_interrupt(self, frame: FrameType | None) -> None:
+        _, self.interrupted = self._conclude("interrupted", 0.0, frame)
+        self._is_over = is_interrupted
+        self._end_soon()
 
     # -- a test
 
@@ -119,92 +153,90 @@ class StartedRanks:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         if isinstance(item, Ranked) or marked.takes(item, "launch"):
             return (yield)
-        self.item, self.owner, self.has_children = item, item.nodeid, False
         self._ended, self._is_in_phase = "", False
-        self.began, self.before = (time.time(), ticks_since_boot()), children()
-        os.environ.update(self.environment)
+        self._begin(item)
         try:
             return (yield)
         finally:
-            for name in self.environment:
-                os.environ.pop(name, None)
             if self._undo_signal is not None:
                 self._undo_signal()
                 self._undo_signal = None
-            if self.has_children:
+            if not is_interrupted():
+                self.interrupted = []  # the test has caught it
+            if self.processes.has_any:
                 self._after_test(item)
-            self.item = None
+            self.processes.item = None
+            self._report_failures(item)
+
+    @_harmless
+    def _begin(self, item: pytest.Item) -> None:
+        self.processes.begin(item)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, Any, Any]:
         """Note the processes of a fixture with a wider scope: they serve other tests too, and are not ended with this one."""
-        if fixturedef.scope == "function" or self.item is None:
+        if fixturedef.scope == "function" or self.processes.item is None:
             return (yield)
-        if self.has_children:
-            self._look()
-        self.owner = f"{fixturedef.scope} fixture {fixturedef.argname}"
+        before = self._begin_fixture(f"{fixturedef.scope} fixture {fixturedef.argname}")
         try:
             return (yield)
         finally:
-            if self.has_children:
-                self._look()
-            self.owner = self.item.nodeid
-            if self.has_children:
-                self._follow()
+            self._end_fixture(before or [])
 
-    def _look(self) -> list[Process]:
-        return self.started.look(self.owner, self.began[1], self.before)
+    @_harmless
+    def _begin_fixture(self, name: str) -> list[int]:
+        return self.processes.begin_fixture(name)
 
+    @_harmless
+    def _end_fixture(self, before: list[int]) -> None:
+        self.processes.end_fixture(before)
+        if self.processes.has_any:
+            self._follow()
+
+    @_harmless
     def _after_test(self, item: pytest.Item) -> None:
         """Report the processes that the test left, or end them; delete the evidence of jobs that have ended."""
         self.announcer.follow("", ())
-        if self._ended:
+        if self._ended and self._is_over():
             self.ends.finish()
-        found = self._look()
-        if self._left(found, item.nodeid):
-            time.sleep(LEFT_S)
-            found = self._look()
-        left = self._left(found, item.nodeid)
+        if any(not p.has_ended for p in self.processes.of(item.nodeid)):
+            sleep(LEFT_S)
+        left = [p for p in self.processes.of(item.nodeid) if not p.has_ended]
         if left:
+            shown = "; ".join(map(named, left))
             if self.settings.descendants == "end":
                 self.ends.end(left)
                 does = "ended"
             else:
                 does = "still running (ranks_descendants = end ends them)"
-            self._warn(item, f"processes that the test left, {does}: {'; '.join(map(named, left))}")
-        alive = {p.pid for p in found if not p.has_ended}
+            reports.warn(item, f"processes that the test left, {does}: {shown}")
+        alive = {p.pid for p in self.processes.look() if not p.has_ended}
         for job in self.base.glob("job-*"):
             if alive.isdisjoint(pids_of(job)):
                 shutil.rmtree(job, ignore_errors=True)
 
-    def _left(self, found: list[Process], nodeid: str) -> list[Process]:
-        return [p for p in found if self.started.owners[p.key] == nodeid and not p.has_ended and not p.is_helper]
-
-    def _warn(self, item: pytest.Item, text: str) -> None:
-        """Show a warning that no filter turns into a failure."""
-        line = (item.reportinfo()[1] or 0) + 1
-        message = warnings.WarningMessage(
-            pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, str(item.path), line
-        )
-        item.ihook.pytest_warning_recorded.call_historic(
-            kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
-        )
+    def _report_failures(self, item: pytest.Item) -> None:
+        for failure, is_reported in self._failures.items():
+            if not is_reported:
+                self._failures[failure] = True
+                reports.warn(item, f"the processes of this test were not followed to its end: {failure}")
 
     # -- its time limit
 
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
-        if item is self.item and before_timeout.by_signal(settings):
+        if item is self.processes.item and before_timeout.by_signal(settings):
             before_timeout.call_around_alarm(
                 lambda frame: self._at_limit(item, settings, frame), self._end_soon, self._is_blocked
             )
-        elif item is self.item:
+        elif item is self.processes.item:
             before_timeout.call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
 
+    @_harmless
     def _at_end(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> None:
         """Print and write the reports, because pytest-timeout's thread then ends the process."""
         text = self._at_limit(item, settings, frame)
@@ -214,60 +246,53 @@ class StartedRanks:
             sys.__stderr__.write("\n".join(["", f"{item.nodeid}:", *map(visible, text), ""]))  # type: ignore[union-attr]
             sys.__stderr__.flush()  # type: ignore[union-attr]
 
+    @_harmless
     def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
         import pytest_timeout  # type: ignore[import-untyped]
 
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
-        if is_watched or self._is_concluding or not (self.has_children or self.started.owners):
+        if is_watched or self._is_concluding or not (self.processes.has_any or self.processes.owners):
             return []
         jobs, text = self._conclude("deadline", settings.timeout, frame)
+        self._is_over = lambda: True
         if text:
-            self._keep_for_report(item, jobs, text)
+            reports.keep(item, jobs, text)
         return text
 
+    @_harmless
     def _end_soon(self) -> bool:
-        """End the processes of the ended test, which has a little time to do so; return whether it has any."""
+        """End the processes of the ended test, which has a little time to do so; return whether it has processes."""
         self._is_in_phase = True
-        return self.ends.begin()
+        return self.ends.begin(self._is_over) or bool(self.processes.of(self._ended))
 
     def _to_end(self) -> list[Process]:
-        return [p for p in self._look() if self.started.owners[p.key] == self._ended and not p.is_helper]
+        """Return the processes to end: with `report` those of its jobs, as a later test may use the others (a pool's workers)."""
+        found = self.processes.of(self._ended)
+        if self.settings.descendants == "end":
+            return found
+        return of_jobs(found, {pid for job in self.base.glob("job-*") for pid in pids_of(job)})
 
     def _is_blocked(self, frame: FrameType | None) -> bool:
         """Return whether the test or its fixture is still in the phase in which it was ended."""
-        return self._is_in_phase and bool(_place(frame, self.config.rootpath))
-
-    @staticmethod
-    def _keep_for_report(item: pytest.Item, jobs: list[Concluded], text: list[str]) -> None:
-        explains = jobs[0] if jobs and not jobs[0].is_idle else None
-        item.stash[shown_key] = (
-            text, explains.verdict if explains else None, explains.evidence.folder if explains else None
-        )  # fmt: skip
+        return self._is_in_phase and bool(reports.place(frame, self.config.rootpath))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         self._is_in_phase = False
         report: Any = yield
         is_over = call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception)
-        if item is not self.item or not is_over:
+        if item is not self.processes.item or not is_over:
             return report
-        if shown_key not in item.stash and self.has_children:
-            jobs, text = self._conclude("", 0.0, None)
-            if jobs and jobs[0].verdict.failed and not jobs[0].owner:
-                self._keep_for_report(item, jobs, text)
-        text, verdict, folder = item.stash.get(shown_key, ([], None, None))
-        if text:
-            del item.stash[shown_key]
-            if report.failed:
-                _put_verdict_first(report, text)
-            if verdict is not None:
-                report.nsa_explained = verdict.failed
-                named = ("nsa.verdict", headline(verdict))
-                report.user_properties.append(named)
-                item.user_properties.append(named)  # of its later reports
-                if hasattr(report, "wasxfail") and folder is not None:
-                    self.runner.recorder.expect_failure(folder, verdict)
+        if not reports.has(item) and self.processes.has_any:
+            self._at_failure(item)
+        reports.add(item, report, self.runner.recorder)
         return report
+
+    @_harmless
+    def _at_failure(self, item: pytest.Item) -> None:
+        jobs, text = self._conclude("", 0.0, None)
+        if jobs and jobs[0].verdict.failed and not jobs[0].owner:
+            reports.keep(item, jobs, text)
 
     # -- verdicts
 
@@ -275,39 +300,32 @@ class StartedRanks:
         """Diagnose the jobs; if the test is being ended (``reason``), its processes are to be ended."""
         self._is_concluding = True
         try:
-            found = self._look()
-            nodeid = self.owner
-            occasion = Occasion(reason, nodeid, str(self.config.rootpath), timeout, self.began[0])
-            jobs = conclude_jobs(self.base, self.runner.folder, found, self._fixture_of, occasion)
+            found, owner = self.processes.look(), self.processes.owner
+            occasion = Occasion(reason, owner, str(self.config.rootpath), timeout, self.processes.began)
+            jobs = conclude_jobs(self.base, self.runner.folder, found, self.processes.fixture_of, occasion)
             of_jobs = {pid for job in jobs for pid in job.pids}
             # One that has ended: a failure that the test has not waited for.
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
             others = [p for p in shown if p.pid not in of_jobs and not p.is_helper]
-            others.sort(key=lambda p: (self.started.owners[p.key] != nodeid, p.pid))
+            others.sort(key=lambda p: (self.processes.owners[p.key] != owner, p.pid))
             lines = [self._line(p, is_ending=bool(reason)) for p in others[:NAMED]]
-            text = describe(jobs, lines, _place(frame, self.config.rootpath)) if jobs or others else []
+            text = describe(jobs, lines, reports.place(frame, self.config.rootpath)) if jobs or others else []
             if reason:
-                self._ended = nodeid
+                self._ended = owner
             return jobs, text
         finally:
             self._is_concluding = False
 
     def _line(self, process: Process, *, is_ending: bool) -> str:
         """Return a process in one line; with its places in the code, if it is about to be ended."""
-        owner = self._fixture_of(process.pid)
+        owner = self.processes.fixture_of(process.pid)
         places = self.stacks.places(process.pid) if is_ending and not owner else ()
         return named(process, places, owner)
-
-    def _fixture_of(self, pid: int) -> str:
-        owner = next((of for (known, _), of in self.started.owners.items() if known == pid), self.owner)
-        return "" if owner == self.owner else owner
 
     # -- the session's end
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, Any, Any]:
-        if self._is_worker:
-            self._at_exit()
         try:
             return (yield)
         finally:
@@ -317,20 +335,22 @@ class StartedRanks:
 
     @property
     def _is_worker(self) -> bool:
-        """Whether it is a worker of xdist: its controller waits for no process of it."""
+        """Whether it is a worker of xdist: its controller kills it if it does not end soon."""
         return hasattr(self.config, "workerinput")
 
+    @_harmless
     def _at_exit(self) -> bool:
         """End the processes that multiprocessing would wait for at exit, once they are idle; return whether there were any."""
         if os.getpid() != self.pid or not joined_at_exit():
             return False
         limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
-        left = left_at_exit(self.started, self._look, limit)
+        waits = WORKER_WAITS if self._is_worker else (IDLE_S, max(limit, IDLE_S))
+        left = left_at_exit(self.processes, *waits)
         if not left:
             return False
-        owners = {self.started.owners.get(p.key, "") for p in left}
-        self.owner = sorted(owners)[0]
-        self.began = (0.0, ticks_since_boot())
+        owners = {self.processes.owners.get(p.key, "") for p in left}
+        self.processes.begin(None)
+        self.processes.owner, self.processes.began = sorted(owners)[0], 0.0
         jobs, text = self._conclude("deadline", 0.0, None)
         self.ends.end([p for p in left if not p.is_helper])
         first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
@@ -357,11 +377,12 @@ class StartedRanks:
     def pytest_unconfigure(self) -> None:
         """Leave subprocess and multiprocessing as they were."""
         self._undo_starts()
-        self.announcer.close()
+        with contextlib.suppress(OSError):
+            self.announcer.close()
         if os.getpid() == self.pid:
             if joined_at_exit():
                 # The program's own handlers of atexit come before this one, and may end these processes.
-                sys.modules["multiprocessing.util"].Finalize(None, self._finish, exitpriority=0)
+                importlib.import_module("multiprocessing.util").Finalize(None, self._finish, exitpriority=0)
             else:
                 self._finish()
 
@@ -371,25 +392,3 @@ class StartedRanks:
         finally:
             self.stacks.close()
             shutil.rmtree(self.base, ignore_errors=True)
-
-
-def _put_verdict_first(report: Any, text: list[str]) -> None:
-    """Put the verdict before the failure's text, and into the short summary, in a form that xdist's workers can send."""
-    shown = "\n".join(map(visible, text)) + "\n"
-    if isinstance(report.longrepr, ExceptionChainRepr):
-        entry = ReprTraceback([ReprEntryNative([shown])], None, style="native")
-        report.longrepr.chain = [(entry, None, "The test itself:"), *report.longrepr.chain]
-        if text[0] != NO_JOB and report.longrepr.reprcrash is not None:
-            report.longrepr.reprcrash.message = visible(text[0])
-    else:
-        report.longrepr = f"{shown}{report.longrepr}"
-
-
-def _place(frame: FrameType | None, root: Path) -> str:
-    """Return the innermost line of the repository on a stack."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(root) and "site-packages" not in path.parts:
-            return f"{short_path(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""

@@ -7,6 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Collection
+
+# Bound at import: a test may replace the functions of os, and count their calls.
+from os import posix_spawn, waitpid
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,8 @@ class JobAnnouncer:
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self.path = folder / "test.json"
         self._has_begun = False
+        arguments = [str(self.path), str(os.getpid()), str(began(os.getpid()))]
+        self._command = [sys.executable, "-I", "-S", str(_PROGRAM), *arguments, json.dumps(sys.path)]
         with without_capture(config):
             self._screen = os.dup(2)
 
@@ -36,20 +41,15 @@ class JobAnnouncer:
             write_json(self.path, described)
             if not self._has_begun:
                 self._has_begun = True
-                self._begin()
+                if os.getpid() != 1:  # process 1 of a container becomes the parent of the program
+                    self._begin()
 
     def _begin(self) -> None:
-        arguments = [str(_PROGRAM), str(self.path), str(os.getpid()), str(began(os.getpid())), json.dumps(sys.path)]
-        with open(os.devnull, "rb") as nothing:
-            silent = nothing.fileno()
-            redirected = [(os.POSIX_SPAWN_DUP2, silent, 0), (os.POSIX_SPAWN_DUP2, self._screen, 2)]
-            command = [sys.executable, "-I", "-S", *arguments]
-            # Not by subprocess: its hook would take this program for a process of the test's.
-            with without_child_handler(), contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored
-                pid = os.posix_spawn(
-                    sys.executable, command, {}, file_actions=[*redirected, (os.POSIX_SPAWN_DUP2, 2, 1)]
-                )
-                os.waitpid(pid, 0)  # it forks, and ends
+        silent = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        redirected = [silent, (os.POSIX_SPAWN_DUP2, self._screen, 1), (os.POSIX_SPAWN_DUP2, self._screen, 2)]
+        # Not by subprocess: its hook would take this program for a process of the test's.
+        with without_child_handler(), contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored
+            waitpid(posix_spawn(sys.executable, self._command, {}, file_actions=redirected), 0)  # it forks, and ends
 
     def close(self) -> None:
         """Close the terminal; the program ends when its folder is deleted."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from pytest_nsa.system.descendants import TICKS, Key, Process, Started, end
+from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
+from pytest_nsa.system.descendants import TICKS, Key, Process, end
 
 IDLE_S = 10.0  # after which idle processes that keep a session from ending are ended
+WORKER_WAITS = (
+    4.0,
+    7.0,
+)  # the same for a worker of xdist, and the most that it waits: its controller kills it after 10 s
 BUSY = 0.2  # of a core: a process that uses more is at work
 CLEANUP_S = 3.0  # for the test, and for each pool, to end their processes
 
@@ -23,14 +28,18 @@ class ProcessEnds:
         self.ended: set[Key] = set()
         self._timer: threading.Timer | None = None
 
-    def begin(self) -> bool:
-        """End the processes after `CLEANUP_S`; return whether there are any."""
+    def begin(self, is_over: Callable[[], bool]) -> bool:
+        """End the processes after `CLEANUP_S` if ``is_over`` then returns true; return whether there are any."""
         found = self._look()
-        if found and self._timer is None:
-            self._timer = threading.Timer(CLEANUP_S, self.end, (found,))
+        if found and (self._timer is None or not self._timer.is_alive()):
+            self._timer = threading.Timer(CLEANUP_S, self._end_if, (is_over, found))
             self._timer.daemon = True
             self._timer.start()
         return bool(found)
+
+    def _end_if(self, is_over: Callable[[], bool], processes: Sequence[Process]) -> None:
+        if is_over():
+            self.end(processes)
 
     def finish(self) -> None:
         """End the processes now."""
@@ -52,6 +61,28 @@ class ProcessEnds:
                 ends.start()
                 ends.join(CLEANUP_S)
         end(processes)
+
+
+def of_jobs(processes: Sequence[Process], ranks: Collection[int]) -> list[Process]:
+    """Return the processes that are ranks (pids), that have started ranks, or that ranks have started."""
+    parents = {process.pid: process.parent for process in processes}
+
+    def line(pid: int) -> Iterator[int]:
+        while pid in parents:
+            yield pid
+            pid = parents[pid]
+
+    above = {pid for rank in ranks for pid in line(rank)}
+    return [p for p in processes if p.pid in above or any(pid in ranks for pid in line(p.pid))]
+
+
+def is_interrupted() -> bool:
+    """Return whether the main thread handles a KeyboardInterrupt: a test that has caught one goes on."""
+    handled: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = handled[1] if isinstance(handled, tuple) else handled  # three values before Python 3.12
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _pools() -> list[Any]:
@@ -84,23 +115,23 @@ def joined_at_exit() -> set[int]:
     return {child.pid for child in started if not child.daemon} - idle
 
 
-def left_at_exit(started: Started, look: Callable[[], list[Process]], limit: float) -> list[Process]:
-    """Wait until the processes that multiprocessing joins at exit have done no work for `IDLE_S`, or for ``limit`` seconds; return
-    all processes of their owners, [] if they have ended.
+def left_at_exit(processes: ProcessesOfTest, idle: float, limit: float) -> list[Process]:
+    """Wait until the processes that multiprocessing joins at exit have done no work for ``idle`` seconds, or for ``limit`` seconds;
+    return all processes of their owners, [] if they have ended.
     """
     began = idle_since = time.monotonic()
-    before = {p.key: p.cpu for p in look()}
+    before = {p.key: p.cpu for p in processes.look()}
     while True:
         for _ in range(10):
             time.sleep(0.1)
             joined = joined_at_exit()
             if not joined:
                 return []
-        found = look()
+        found = processes.look()
         if any(p.cpu - before.get(p.key, 0) > BUSY * TICKS for p in found):
             idle_since = time.monotonic()
         before = {p.key: p.cpu for p in found}
         now = time.monotonic()
-        if now - idle_since >= IDLE_S or now - began >= max(limit, IDLE_S):
-            owners = {started.owners[p.key] for p in found if p.pid in joined}
-            return [p for p in found if started.owners[p.key] in owners and not p.has_ended]
+        if now - idle_since >= idle or now - began >= limit:
+            owners = {processes.owners[p.key] for p in found if p.pid in joined}
+            return [p for p in found if processes.owners[p.key] in owners and not p.has_ended]
