@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Bound at import: a test may replace the functions of os and time.
@@ -53,6 +53,15 @@ class Process:
     def has_ended(self) -> bool:
         """Whether it has ended."""
         return self.state in ("Z", "X")
+
+    @property
+    def moved(self) -> int:
+        """The bytes that it has read and written so far; 0 where that cannot be read."""
+        try:
+            lines = dict(line.split(": ") for line in Path(f"/proc/{self.pid}/io").read_text().splitlines())
+        except OSError:
+            return 0
+        return int(lines["rchar"]) + int(lines["wchar"])
 
     @property
     def command(self) -> str:
@@ -165,20 +174,41 @@ def without_child_handler() -> Iterator[None]:
 
 
 def _end(processes: Iterable[Process]) -> None:
-    poll, waiting = select.poll(), 0
-    with contextlib.ExitStack() as handles:
+    with _handles(processes) as handles:
+        for handle in handles:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        _wait(handles, GONE_S)
+
+
+def wait_for_ends(processes: Iterable[Process], limit: float) -> None:
+    """Wait until processes have ended, for ``limit`` seconds at most."""
+    with _handles(processes) as handles:
+        _wait(handles, limit)
+
+
+@contextlib.contextmanager
+def _handles(processes: Iterable[Process]) -> Iterator[list[int]]:
+    """Yield the pidfds of those that still exist."""
+    found: list[int] = []
+    try:
         for process in processes:
             with contextlib.suppress(OSError):
-                handle = os.pidfd_open(process.pid)
-                handles.callback(os.close, handle)
+                found.append(os.pidfd_open(process.pid))
                 now = _read(Path(f"/proc/{process.pid}"))
-                if now is not None and now.key == process.key and process.pid != os.getpid():
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    poll.register(handle, select.POLLIN)
-                    waiting += 1
-        deadline = clock_gettime(CLOCK_MONOTONIC) + GONE_S
-        # Not by /proc: a process is a zombie there once its main thread has ended, and its parent can reap it after its last one.
-        while waiting and (left := deadline - clock_gettime(CLOCK_MONOTONIC)) > 0:
-            for handle, _ in poll.poll(1e3 * left):
-                poll.unregister(handle)
-                waiting -= 1
+                if now is None or now.key != process.key or process.pid == os.getpid():
+                    os.close(found.pop())
+        yield found
+    finally:
+        for handle in found:
+            os.close(handle)
+
+
+def _wait(handles: Sequence[int], limit: float) -> None:
+    # Not by /proc: a process is a zombie there once its main thread has ended, and its parent can reap it after its last one.
+    poll, waiting, deadline = select.poll(), len(handles), clock_gettime(CLOCK_MONOTONIC) + limit
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    while waiting and (left := deadline - clock_gettime(CLOCK_MONOTONIC)) > 0:
+        for handle, _ in poll.poll(1e3 * left):
+            poll.unregister(handle)
+            waiting -= 1

@@ -365,7 +365,7 @@ def test_what_a_passed_test_leaves_is_named_and_ended_on_request(warm: WarmPytho
 
 @pytest.mark.slow
 def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, SERVER)
+    done = run(warm, folder, SERVER, mode="end")
     assert "1 failed, 2 passed" in done.stdout, done.stdout
     assert "job of 2 ranks of session fixture server: has made no call since before the test" in done.stdout
     assert "no process of the test has joined a process group" in done.stdout

@@ -210,6 +210,51 @@ def test_what_the_fork_server_makes_belongs_to_the_test_that_runs(folder: Path) 
     assert alive(folder) == []
 
 
+FORKS = """
+from common import *
+
+def test_it():
+    pid = os.fork()
+    if not pid:
+        here("child")
+        time.sleep(600)
+    at_limit("child")
+    os.waitpid(pid, 0)
+"""
+
+
+def test_a_child_that_the_test_forks_by_itself_is_named_and_ended(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, FORKS, mode="end")
+    assert any("a fork of this session" in line for line in done.stdout.splitlines() if line.startswith("  process "))
+    assert alive(folder) == []
+
+
+UPLOADS = """
+import multiprocessing, time
+from pathlib import Path
+
+def upload():
+    for _ in range(14):
+        Path("upload").write_bytes(bytes(1_000_000))
+        time.sleep(1)
+    Path("done").touch()
+
+def test_it():
+    multiprocessing.get_context("fork").Process(target=upload).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_moves_data_at_exit_is_not_ended(folder: Path) -> None:
+    (folder / "test_it.py").write_text(UPLOADS)
+    done = subprocess.run(
+        command(), cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=170
+    )
+    assert done.returncode == 0, done.stdout
+    assert (folder / "done").exists()
+    assert "keep this session from ending" not in done.stderr
+
+
 def test_ctrl_c_shows_the_lines_of_children_too(warm: WarmPython, folder: Path) -> None:
     source = HEAD + POOL.replace("at_lock()", "at_lock()\n        signal.raise_signal(signal.SIGINT)")
     done = run(warm, folder, source)

@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
-from time import sleep  # bound at import: a test may replace it
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -48,7 +47,7 @@ from pytest_nsa.session.started.process_starts import in_environment, on_start
 from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
 from pytest_nsa.session.started.started_jobs import Concluded, Occasion, conclude_jobs, describe, pids_of
 from pytest_nsa.settings import Settings
-from pytest_nsa.system.descendants import Process
+from pytest_nsa.system.descendants import Process, wait_for_ends
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 LEFT_S = 0.3  # for a test's last processes to end
@@ -201,8 +200,7 @@ class StartedRanks:
         self.announcer.follow("", ())
         if self._ended and self._is_over():
             self.ends.finish()
-        if any(not p.has_ended for p in self.processes.of(item.nodeid)):
-            sleep(LEFT_S)
+        wait_for_ends(self.processes.of(item.nodeid), LEFT_S)
         left = [p for p in self.processes.of(item.nodeid) if not p.has_ended]
         if left:
             shown = "; ".join(map(named, left))
@@ -251,8 +249,9 @@ class StartedRanks:
         import pytest_timeout  # type: ignore[import-untyped]
 
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
-        if is_watched or self._is_concluding or not (self.processes.has_any or self.processes.owners):
+        if is_watched or self._is_concluding or not self.processes.look():
             return []
+        self.processes.has_any = True  # also those that it has forked by itself
         jobs, text = self._conclude("deadline", settings.timeout, frame)
         self._is_over = lambda: True
         if text:

@@ -12,11 +12,9 @@ from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
 from pytest_nsa.system.descendants import TICKS, Key, Process, end
 
 IDLE_S = 10.0  # after which idle processes that keep a session from ending are ended
-WORKER_WAITS = (
-    4.0,
-    7.0,
-)  # the same for a worker of xdist, and the most that it waits: its controller kills it after 10 s
-BUSY = 0.2  # of a core: a process that uses more is at work
+# The same for a worker of xdist, and the most that it waits: its controller kills it after 10 s.
+WORKER_WAITS = 4.0, 7.0
+BUSY, MOVES = 0.2, 100_000  # of a core, and bytes a second: a process that uses or moves more is at work
 CLEANUP_S = 3.0  # for the test, and for each pool, to end their processes
 
 
@@ -120,7 +118,7 @@ def left_at_exit(processes: ProcessesOfTest, idle: float, limit: float) -> list[
     return all processes of their owners, [] if they have ended.
     """
     began = idle_since = time.monotonic()
-    before = {p.key: p.cpu for p in processes.look()}
+    before = {p.key: (p.cpu, p.moved) for p in processes.look()}
     while True:
         for _ in range(10):
             time.sleep(0.1)
@@ -128,10 +126,11 @@ def left_at_exit(processes: ProcessesOfTest, idle: float, limit: float) -> list[
             if not joined:
                 return []
         found = processes.look()
-        if any(p.cpu - before.get(p.key, 0) > BUSY * TICKS for p in found):
-            idle_since = time.monotonic()
-        before = {p.key: p.cpu for p in found}
-        now = time.monotonic()
+        now, seen = time.monotonic(), {p.key: (p.cpu, p.moved) for p in found}
+        used = [[x - y for x, y in zip(seen[key], before.get(key, (0, 0)), strict=True)] for key in seen]
+        if any(cpu > BUSY * TICKS or moved > MOVES for cpu, moved in used):
+            idle_since = now
+        before = seen
         if now - idle_since >= idle or now - began >= limit:
             owners = {processes.owners[p.key] for p in found if p.pid in joined}
             return [p for p in found if processes.owners[p.key] in owners and not p.has_ended]

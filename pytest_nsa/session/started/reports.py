@@ -16,7 +16,7 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.conclude import Recorder
 from pytest_nsa.session.failure_text import ReprEntryNative
-from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded
+from pytest_nsa.session.started.started_jobs import Concluded
 
 _shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
 
@@ -41,7 +41,7 @@ def add(item: pytest.Item, report: Any, recorder: Recorder) -> None:
         return
     del item.stash[_shown_key]
     if report.failed:
-        _put_first(report, text)
+        _put_first(report, text, is_explained=verdict is not None)
     if verdict is not None:
         report.nsa_explained = verdict.failed
         named = ("nsa.verdict", headline(verdict))
@@ -51,13 +51,13 @@ def add(item: pytest.Item, report: Any, recorder: Recorder) -> None:
             recorder.expect_failure(folder, verdict)
 
 
-def _put_first(report: Any, text: list[str]) -> None:
+def _put_first(report: Any, text: list[str], *, is_explained: bool) -> None:
     """Put the verdict before the failure's text, and into the short summary, in a form that xdist's workers can send."""
     shown = "\n".join(map(visible, text)) + "\n"
     if isinstance(report.longrepr, ExceptionChainRepr):
         entry = ReprTraceback([ReprEntryNative([shown])], None, style="native")
         report.longrepr.chain = [(entry, None, "The test itself:"), *report.longrepr.chain]
-        if text[0] != NO_JOB and report.longrepr.reprcrash is not None:
+        if is_explained and report.longrepr.reprcrash is not None:
             report.longrepr.reprcrash.message = visible(text[0])
     else:
         report.longrepr = f"{shown}{report.longrepr}"

@@ -157,9 +157,8 @@ def _to_front(found: list[Concluded], folder: Path) -> None:
 
 def describe(jobs: Sequence[Concluded], others: Sequence[str], waits_at: str) -> list[str]:
     """Return the lines of the test's report: the job that explains it, other jobs and processes, and where the test waits."""
-    shown = [*_of_jobs(jobs), *(f"  process  {other}" for other in others)]
-    if waits_at:
-        shown.append(f"  waits    the test, at {waits_at}")
+    waits = [f"  waits    the test, at {waits_at}"] if waits_at else []
+    shown = [*_of_jobs(jobs), *(f"  process  {other}" for other in others), *waits]
     if jobs and not jobs[0].is_idle:
         shown += [
             line for text in failures_of_ranks(jobs[0].verdict, jobs[0].evidence) for line in ("", *text.splitlines())
