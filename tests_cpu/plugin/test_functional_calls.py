@@ -70,6 +70,25 @@ def test_by_a_functional_list(group):
 
 @world_size(3)
 @pytest.mark.timeout(30)
+def test_by_an_overload(group):
+    for step in range(4):
+        if not (group.rank == 1 and step == 2):
+            torch.ops._c10d_functional.all_reduce.default(torch.ones(5), "sum", dist.group.WORLD.group_name)
+        dist.barrier()
+
+def average(x):
+    return functional.all_reduce(x * 2, "sum", dist.group.WORLD) if x.sum() > 0 else x
+
+@world_size(3)
+@pytest.mark.timeout(30)
+def test_in_a_compiled_graph(group):
+    compiled = torch.compile(average, backend="aot_eager")
+    for step in range(4):
+        compiled(torch.ones(7) * (-1 if group.rank == 1 and step == 2 else 1)) + 1
+        dist.barrier()
+
+@world_size(3)
+@pytest.mark.timeout(30)
 def test_in_a_backward(group):
     layer = torch.nn.Linear(2, 2)
     for step in range(4):
@@ -89,6 +108,8 @@ def test_a_rank_that_skips_a_call_is_named(pytester: pytest.Pytester) -> None:
     skipped = {
         "test_by_the_manager": "coalesced #5 (float32 x 15)",
         "test_by_a_functional_list": "all_reduce_coalesced #5 (float32 x 9)",
+        "test_by_an_overload": "all_reduce #5 (float32 x 5)",
+        "test_in_a_compiled_graph": "all_reduce #5 (float32 x 7)",
     }
     if hasattr(functional, "reduce_scatter_tensor_backward"):  # older versions of torch have it in C++
         skipped["test_in_a_backward"] = "reduce_scatter_tensor #8 (float32 x 18)"

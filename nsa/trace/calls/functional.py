@@ -32,9 +32,7 @@ class RecordedOperator(OpOverloadPacket):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if any(type(tensor).__name__ in _SYMBOLS for tensor in tensors_of(args)):
-            return super().__call__(*args, **kwargs)
-        return type(self).record(self.__name__, super().__call__, args, kwargs)
+        return _recorded(type(self).record, self.__name__, super().__call__, args, kwargs)
 
 
 class RecordedCollective(RecordedOperator):
@@ -45,6 +43,32 @@ class RecordedWait(RecordedOperator):
     """An operator that waits for the results of collectives."""
 
 
+class _RecordedCall:
+    """What an overload calls, as compiled graphs do. Compilers compare the overload's type, and its hash is that of this."""
+
+    def __init__(self, operator: RecordedOperator, call: Any) -> None:
+        self.operator, self.call = operator, call
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return _recorded(type(self.operator).record, self.operator.__name__, self.call, args, kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.call)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.call, name)
+
+
+def _recorded(
+    record: Record, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    __tracebackhide__ = True
+    if any(type(tensor).__name__ in _SYMBOLS for tensor in tensors_of(args)):
+        return call(*args, **kwargs)
+    return record(name, call, args, kwargs)
+
+
 def install(collective: Record, wait: Record) -> None:
     """Record the operators of this process. What torch's version does not have is skipped."""
     RecordedCollective.record, RecordedWait.record = staticmethod(collective), staticmethod(wait)
@@ -52,8 +76,11 @@ def install(collective: Record, wait: Record) -> None:
         for names, kind in ((_COLLECTIVES, RecordedCollective), (_WAITS, RecordedWait)):
             for name in names:
                 operator = getattr(getattr(torch.ops, namespace), name, None)
-                if operator is not None:
-                    operator.__class__ = kind
+                if operator is None:
+                    continue
+                operator.__class__ = kind
+                if not isinstance(operator.default._op, _RecordedCall):
+                    operator.default._op = _RecordedCall(operator, operator.default._op)
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
