@@ -71,18 +71,36 @@ def call_site(depth: int = 1) -> str:
 
 
 CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are searched for them
+WITHIN = 3  # how many lines of a library between the user's and torch's function are named
+_FRAMEWORK = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "_pytest", "pluggy"))
+_of_libraries: dict[str, bool] = {}
+
+
+def _is_of_a_library(filename: str) -> bool:
+    """Return whether a file is of an installed package, not of torch, this one or pytest."""
+    known = _of_libraries.get(filename)
+    if known is None:
+        ours = filename.startswith((_HERE, _ROOT + "pytest_nsa" + os.sep))
+        installed = any(part in filename for part in _INSTALLED) and not any(part in filename for part in _FRAMEWORK)
+        known = _of_libraries[filename] = installed and not ours
+    return known
+
+
 # By call path. The code objects are kept, because no other code has their ids while they live.
 _ways: dict[tuple[int, ...], tuple[str, str, list[CodeType]]] = {}
 _MOST_WAYS = 4096  # then the cache is cleared: code that is made at run time adds paths without end
 
 
-def call_path(depth: int = 1) -> tuple[str, str]:
+def call_path(depth: int = 1, *, within: bool = False) -> tuple[str, str]:
     """Return `call_site`, and the user's lines that led there, innermost first: 'train.py:30 in step < main.py:12 in main'.
 
-    Callers have only their file's name, which suffices to distinguish two paths to one line. Each path is formatted once.
+    Callers have only their file's name, which suffices to distinguish two paths to one line. Each path is formatted once. With
+    ``within`` the lines of a library that the site has called come before, as in 'torchmetrics/metric.py:480 in sync
+    << train.py:30 in step'.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     frames: list[FrameType] = []
+    library: list[FrameType] = []
     way: list[int] = []
     left = WALK
     while frame is not None and left:
@@ -92,6 +110,9 @@ def call_path(depth: int = 1) -> tuple[str, str]:
             way += (id(code), frame.f_lasti)
             if len(frames) > CALLERS:
                 break
+        elif within and not frames and len(library) < WITHIN and _is_of_a_library(code.co_filename):
+            library.append(frame)
+            way += (id(code), frame.f_lasti)
         left -= bool(frames)
         frame = frame.f_back
     found = _ways.get(tuple(way))
@@ -99,6 +120,10 @@ def call_path(depth: int = 1) -> tuple[str, str]:
         if len(_ways) >= _MOST_WAYS:
             _ways.clear()
         callers = " < ".join(describe(f).rpartition("/")[2] for f in frames[1:])
-        found = (describe(frames[0]) if frames else "", callers, [f.f_code for f in frames])
+        if library:
+            inner, *outer = map(describe, library)
+            shown = [inner.rpartition("-packages" + os.sep)[2], *(text.rpartition("/")[2] for text in outer)]
+            callers = f"{' < '.join(shown)} << {callers}"
+        found = (describe(frames[0]) if frames else "", callers, [f.f_code for f in (*library, *frames)])
         _ways[tuple(way)] = found
     return found[:2]

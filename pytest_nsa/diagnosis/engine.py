@@ -98,6 +98,7 @@ RULES: tuple[Rule, ...] = (
     stalls.blocked,
     stalls.in_transit,
     absence.not_entered,
+    exits.gave_up,
     exits.only_victims,
 )
 
@@ -212,7 +213,7 @@ def caller_of(evidence: Evidence, where: str) -> str:
                 return outer.describe()
     for rank in evidence.ranks:  # the stack of a rank that has ended is gone
         for call in reversed(rank.collectives):
-            if call.site == where and call.callers:
+            if call.site == where and len(call.way) > 1:
                 return call.way[1]
     return ""
 

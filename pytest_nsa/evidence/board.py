@@ -40,7 +40,8 @@ class Collective:
     ``peer`` is -1 except for sends and receives, ``root`` is -1 except for operations with a root; ``size`` is the number of
     ranks in the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2:
     0,1'), a tag ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` has the user's lines that led to ``site``,
-    innermost first ('train.py:30 in step < main.py:12 in main').
+    innermost first ('train.py:30 in step < main.py:12 in main'), after those of a library that it has called
+    ('torchmetrics/metric.py:480 in sync << train.py:30 in step').
     """
 
     index: int
@@ -65,7 +66,18 @@ class Collective:
     @property
     def way(self) -> tuple[str, ...]:
         """``site`` and the lines that led there, innermost first: a helper that is called from two places has two ways."""
-        return (self.site, *self.callers.split(" < ")) if self.callers else (self.site,)
+        callers = self.callers.rpartition("<< ")[2]
+        return (self.site, *callers.split(" < ")) if callers else (self.site,)
+
+    @property
+    def library(self) -> tuple[str, ...]:
+        """The lines of a library that ``site`` has called: by them one line of the user's begins several calls."""
+        return tuple(filter(None, self.callers.rpartition(" << ")[0].split(" < ")))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """`library` and `way`, innermost first."""
+        return (*self.library, *self.way)
 
     @property
     def is_inside(self) -> bool:
@@ -119,7 +131,8 @@ class Collective:
             payload.append(f"group {self.group}")
         shown = f" ({', '.join(payload)})" if payload else ""
         number = f" #{self.sequence}" if self.peer == -1 else ""  # sends and receives pair by peer and tag
-        return f"{self.op}{number}{shown}" + (f" at {self.site}" if self.site else "")
+        by = f" by {self.library[0]}" if self.library else ""
+        return f"{self.op}{number}{shown}" + (f" at {self.site}" if self.site else "") + by
 
 
 @dataclass(frozen=True, kw_only=True)

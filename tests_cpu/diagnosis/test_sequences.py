@@ -24,6 +24,14 @@ def entered(**changes: object) -> Collective:
     return replace(BASE, **changes)  # type: ignore[arg-type]
 
 
+def test_a_call_is_described_with_the_library_that_makes_it() -> None:
+    call = entered(callers="metrics/sync.py:2 in gather < sync.py:6 in compute << b.py:3 in g < b.py:9 in main")
+    assert call.way == ("a.py:1 in f", "b.py:3 in g", "b.py:9 in main")
+    assert call.lines == ("metrics/sync.py:2 in gather", "sync.py:6 in compute", *call.way)
+    assert call.describe() == "allreduce #1 (float32 x 4) at a.py:1 in f by metrics/sync.py:2 in gather"
+    assert entered(callers="metrics/sync.py:2 in gather << ").way == ("a.py:1 in f",)
+
+
 def test_equal_sequences_do_not_depart() -> None:
     ring = (entered(), entered(sequence=2, op="barrier"))
     assert first_departure({0: ring, 1: ring}) is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +126,17 @@ def test_of_a_deep_way_the_innermost_callers_are_kept() -> None:
     site, callers = nested(10)
     assert site.endswith("in helper")
     assert [place.rpartition(" in ")[2] for place in callers.split(" < ")] == ["nested"] * CALLERS
+
+
+def test_one_line_of_the_program_has_several_ways_into_a_library() -> None:
+    library: dict[str, Any] = {}
+    source = "def gather(call):\n    return call()\n\ndef compute(call):\n    return [gather(call),\n            gather(call)]\n"
+    exec(compile(source, "/env/lib/site-packages/metrics/sync.py", "exec"), library)
+    one, other = library["compute"](functools.partial(call_path, depth=0, within=True))
+    assert one[0] == other[0]
+    assert one[0].endswith("in test_one_line_of_the_program_has_several_ways_into_a_library")
+    for line, (_, callers) in ((5, one), (6, other)):
+        assert callers.startswith(f"metrics/sync.py:2 in gather < sync.py:{line} in compute << ")
 
 
 def test_the_ranks_of_a_group_are_recorded_in_runs() -> None:

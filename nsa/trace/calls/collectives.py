@@ -141,7 +141,7 @@ class CollectiveRecorder:
 
     def _enter(self, op: str, label: str, dtype: str = "", count: int = 0, *, size: int, **more: Any) -> int:
         """Enter a call on the board, with its number in the group and the user's lines that led to it; return its index."""
-        site, callers = call_path()
+        site, callers = call_path(within=True)
         number = self._sequence[label]
         return self.board.enter(op, label, number, dtype, count, site, size=size, callers=callers, **more)
 

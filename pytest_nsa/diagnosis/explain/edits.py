@@ -293,7 +293,7 @@ def _others_there(made: Makers, ranks: Ranks, entered: Calls) -> dict[str, float
     if call.op == END:
         return {}
     found = {
-        "others there": any(c.way == call.way for rank, c in entered.items() if rank not in named),
+        "others there": any(c.lines == call.lines for rank, c in entered.items() if rank not in named),
         "others went on": call.peer == -1 and not made[call.place] <= named,
     }
     return {name: 1.0 for name, holds in found.items() if holds}

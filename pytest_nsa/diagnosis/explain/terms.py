@@ -111,7 +111,7 @@ SHARED: tuple[Term, ...] = (
          "makes calls that no rank made before"),
     Term("alone new", "makes a call that no rank made before, and the others do not",
          lambda c: not c.is_known and c.turned.is_known),
-    Term("same call", "makes the others' call by the same lines", lambda c: c.call.way == c.other_call.way,
+    Term("same call", "makes the others' call by the same lines", lambda c: c.call.lines == c.other_call.lines,
          "makes the same call by the same lines"),
     Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4],
          "carries the same in different calls"),

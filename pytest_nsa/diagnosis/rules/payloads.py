@@ -241,7 +241,7 @@ def _odd_end(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
     usual: list[int] = []
     for rank, call in calls.items():
         alike = {
-            (c.dtype, c.count) for r in evidence.ranks for c in r.collectives if c.way == call.way and c is not call
+            (c.dtype, c.count) for r in evidence.ranks for c in r.collectives if c.lines == call.lines and c is not call
         }
         (usual if alike <= {(call.dtype, call.count)} else odd).append(rank)
     return tuple(odd) if len(odd) == 1 and usual else tuple(sorted(calls))
@@ -254,7 +254,7 @@ def _changed(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
     for rank, call in calls.items():
         alike = (c for c in evidence.ranks[rank].collectives if c.index < call.index)
         before = [c for c in alike if (c.op, c.group, c.peer) == (call.op, call.group, call.peer)]
-        last = next((c for c in reversed(before) if c.way == call.way), before[-1] if before else None)
+        last = next((c for c in reversed(before) if c.lines == call.lines), before[-1] if before else None)
         if last is not None:
             given, usual = ((c.dtype, c.count, c.reduction, c.root) for c in (call, last))
             (kept if given == usual else changed).append(rank)
