@@ -41,6 +41,7 @@ FOR_A_DEVICE = re.compile(
 _STORE_CALL = re.compile(r"store\w*\.(get|wait|multi_get|barrier)\(", re.IGNORECASE)
 _MEETS = re.compile(r"\b(TCPStore|init_process_group|init_device_mesh|init_rpc)\(")
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
+_TAKES = re.compile(r"\.acquire\(|\bwith\b.*lock", re.IGNORECASE)
 _LIMITED = re.compile(r"\btimeout\b|\.(wait|join)\(\s*[^)\s]")
 _ENGINE = "_engine_run_backward"
 
@@ -48,6 +49,11 @@ _ENGINE = "_engine_run_backward"
 def is_at_a_lock(line: str) -> bool:
     """Return whether a line of source takes a lock, or waits for an event, a thread, a queue or a result."""
     return bool(_LOCK.search(line))
+
+
+def takes_a_lock(line: str) -> bool:
+    """Return whether a line of source takes a lock."""
+    return bool(_TAKES.search(line))
 
 
 def has_a_time_limit(line: str) -> bool:

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -217,3 +218,14 @@ def test_a_compile_that_takes_long(group: Group) -> None:
         return graph.forward
 
     at(group, 1, lambda: torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2)))
+
+
+@planted("straggler", [0], marked=True, reason="gave up barrier #2", family="slow", origin="unseen 2026-11-28")
+def test_a_rank_is_waited_for_until_the_limit_of_its_group(group: Group) -> None:
+    """It arrives later, and finds that the others have gone."""
+    short = dist.new_group(timeout=timedelta(seconds=1.5))
+    dist.barrier(group=short)
+    end = time.monotonic() + (3.5 if group.rank == 0 else 0)
+    while time.monotonic() < end:  # HERE
+        sum(range(20_000))  # HERE
+    dist.barrier(group=short)

@@ -227,3 +227,16 @@ def test_generator_kept_open():
     for epoch in range(3):
         total = feed.epoch(steps=5)  # HERE
         assert torch.isfinite(total).all()
+
+
+@planted("extra_collective", [1], marked=True, family="extra", origin="unseen 2026-11-28")
+def test_a_call_again_where_the_loss_is_high(group):
+    """Under `first or (high and not done)`, which holds for all ranks in the first epoch, and for one in a later one."""
+    done = False
+    for epoch in range(8):
+        loss = 9.0 if (epoch, group.rank) == (5, 1) else 1.0 / (epoch + 1)
+        dist.all_reduce(torch.ones(4))
+        if epoch == 0 or (loss > 5 and not done):
+            parts = [torch.zeros(3) for _ in range(2)]
+            dist.all_gather(parts, torch.ones(3))  # HERE
+        dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import multiprocessing
 import os
 import socket
 import struct
@@ -286,3 +287,36 @@ def test_lock_of_a_killed_build(group, tmp_path):
         if not baton.try_acquire():
             baton.wait()  # HERE
     dist.all_reduce(torch.ones(4))
+
+
+@planted("lock_deadlock", [1], marked=True, family="lock", origin="unseen 2026-11-28")
+def test_a_barrier_inside_a_file_s_lock(group, tmp_path):
+    """Rank 0 waits in the barrier with the lock, and the library of rank 1 sleeps between its attempts to get it."""
+    from filelock import FileLock
+
+    dist.all_reduce(torch.ones(1))
+    if group.rank == 1:
+        while not (tmp_path / "prepared.lock").exists():
+            time.sleep(0.1)
+    with FileLock(tmp_path / "prepared.lock"):  # HERE
+        dist.barrier()
+
+
+def square(queue, lock, number):
+    with lock:  # HERE
+        queue.put(number * number)
+
+
+@planted("child_process", [1], marked=True, family="child", origin="unseen 2026-11-28")
+def test_workers_wait_for_a_lock_that_was_held_when_they_were_forked(group):
+    fork, lock = multiprocessing.get_context("fork"), threading.Lock()
+    dist.all_reduce(torch.ones(1))
+    if group.rank == 1:
+        with fork.Manager() as manager:
+            queue = manager.Queue()
+            lock.acquire()
+            workers = [fork.Process(target=square, args=(queue, lock, n), daemon=True) for n in range(2)]
+            for worker in workers:
+                worker.start()
+            assert {queue.get(), queue.get()} == {0, 1}
+    dist.all_reduce(torch.ones(1))

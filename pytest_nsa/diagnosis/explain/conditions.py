@@ -66,9 +66,13 @@ def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast
 
 
 def _is_negative(test: ast.expr) -> bool:
-    """Return whether a condition is a negation: ``rank != 1``, ``not (rank == 1 and ...)``, ``not done``."""
+    """Return whether a condition is a negation: ``rank != 1``, ``not (rank == 1 and ...)``, ``not done``.
+
+    Of several that are joined, one of those that name the rank suffices; of others, all must be.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return not _is_negative(test.operand)
     if isinstance(test, ast.BoolOp):
-        return any(map(_is_negative, test.values))
+        of_rank = [_is_negative(part) for part in test.values if names_the_rank(part)]
+        return any(of_rank) if of_rank else all(map(_is_negative, test.values))
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.NotIn)

@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
-from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, is_at_a_lock, meets
+from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, is_at_a_lock, meets, takes_a_lock
 
 FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
 IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
@@ -63,7 +63,7 @@ def activity_of(rank: RankEvidence) -> Activity | None:
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
         _stopped, _compiling, _importing,
         _loader, _failed_child, _child, _pool, _device, _gil_held, _meets, _file_lock, _polled_file,
-        _asyncio, _sleeping, _busy, _io, _lock, _io_by_source, _backward,
+        _asyncio, _polled_lock, _sleeping, _busy, _blocked_child, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((activity for rule in rules if (activity := rule(rank)) is not None), None)
 
@@ -148,6 +148,21 @@ def _child(rank: RankEvidence) -> Activity | None:
     commands = ", ".join(rank.process.get("children", ())) or "unknown"
     works = " that computes" if rank.process.get("below_cpu_share", 0.0) >= BUSY else ""
     return Activity("child_process", f"waits for a child process{works}: {commands}", 0.85)
+
+
+def _blocked_child(rank: RankEvidence) -> Activity | None:
+    """Find that the rank waits for I/O, and a process that it has started is in a line of the user's."""
+    if _io(rank) is None and _io_by_source(rank) is None:
+        return None
+    for stacks in rank.children_threads:
+        main = next((t for t in stacks if t.is_main), None)
+        # Below the beginning of a fork are the frames of the rank.
+        own = itertools.takewhile(lambda f: f.function != "_bootstrap", main.frames if main is not None else ())
+        frame = next((f for f in own if f.is_user), None)
+        if frame is not None:
+            text = f"waits for a process that it has started, which is at {frame.describe()}"
+            return Activity("child_process", text, 0.75, frame.describe())
+    return None
 
 
 def _pool(rank: RankEvidence) -> Activity | None:
@@ -305,9 +320,20 @@ def _polled_file(rank: RankEvidence) -> Activity | None:
     return Activity("lock_deadlock", f"polls for a lock on {path}{who_holds(rank, holders)}", 0.85, holders=holders)
 
 
+def _polled_lock(rank: RankEvidence) -> Activity | None:
+    """Find that the rank's line takes a lock, for which a library sleeps between its attempts."""
+    source = _source(rank)
+    if not _library_files(rank) or not takes_a_lock(source) or _SLEEPS.search(source) or not _sleeps(rank):
+        return None
+    return None if rank.looked_for else Activity("lock_deadlock", "polls for a lock", 0.8)
+
+
+_SLEEPS = re.compile(r"\bsleep\w*\(")
+
+
 def _sleeps(rank: RankEvidence) -> bool:
     in_kernel = any(word in _wchan(rank) for word in ("nanosleep", "pause", "sigsuspend"))
-    return in_kernel or bool(re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0]))
+    return in_kernel or bool(_SLEEPS.search(_source(rank).partition("#")[0]))
 
 
 def _lock(rank: RankEvidence) -> Activity | None:

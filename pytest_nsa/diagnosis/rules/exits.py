@@ -30,6 +30,7 @@ VICTIM_TEXTS = (
     "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
     "connection refused", "connectfullmesh failed", "rank has terminated", "failed to pass monitoredbarrier",
 )  # fmt: skip
+_GAVE_UP = re.compile(r"(?i)timed out|timeout")
 _ASSERTIONS = ("AssertionError", "Failed")
 MEMORY = ("OutOfMemoryError", "MemoryError")
 _MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
@@ -241,6 +242,33 @@ def rank_replaced(evidence: Evidence) -> Finding | None:
     reason = f"rank {rank.rank} runs the program {rank.process['program']} in place of its test, by os.exec"
     where = rank.board.line if rank.board is not None else ""  # the process has no Python stack
     return found_on(evidence, "rank_exited", [rank], reason, 0.9, where=where)
+
+
+def gave_up(evidence: Evidence) -> Finding | None:
+    """Find the ranks that another one waited for until its time limit, which entered its call later, or never."""
+    errors = sorted(((e.time, r, e) for r in evidence.ranks for e in r.exceptions), key=lambda entry: entry[0])
+    if not errors or not is_victim(errors[0][2]) or not _GAVE_UP.search(errors[0][2].message):
+        return None
+    time, rank, _ = errors[0]
+    call = rank.board.waits_in if rank.board is not None else None
+    if call is None or call.peer != -1:
+        return None
+    entered = {r.rank: c.entered for r in evidence.ranks for c in r.collectives if c.place == call.place}
+    members = evidence.members(call.group)
+    late = [evidence.ranks[n] for n in members if entered.get(n, time) >= time]
+    if not late or len(late) == len(members):
+        return None
+    after = (
+        f"{min(times) - time:.1f} s later"
+        if (times := [entered[r.rank] for r in late if r.rank in entered])
+        else "never"
+    )
+    who = describe_ranks(tuple(r.rank for r in late), evidence.job.world_size)
+    return Finding(
+        cause="straggler", ranks=tuple(r.rank for r in late), where=last_seen(late[0]),
+        reason=f"rank {rank.rank} gave up {call.describe()} after {time - call.entered:.1f} s; {who} entered it {after}",
+        confidence=0.7, facts=tuple(exception_fact(r, e) for _, r, e in errors),
+    )  # fmt: skip
 
 
 def only_victims(evidence: Evidence) -> Finding | None:
