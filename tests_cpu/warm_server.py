@@ -170,7 +170,7 @@ class Nursery:
         fds = [
             number if fd == -1 else fd for number, fd in zip(numbers, (stdin, stdout, stderr), strict=False)
         ] + numbers[3:]
-        variables = dict(os.environ) if env is None else dict(os.fsdecode(line).split("=", 1) for line in env)
+        variables = dict(os.fsdecode(line).split("=", 1) for line in (_environment_of_c() if env is None else env))
         request = {
             "python": words[1:], "fds": numbers, "env": variables, "cwd": os.fsdecode(cwd or os.getcwd()), "session": bool(session),
             "nursery": True,
@@ -180,6 +180,15 @@ class Nursery:
         answer = self._answers.readline()
         PRCTL(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return int(answer)
+
+
+def _environment_of_c() -> Iterator[bytes]:
+    """Yield the variables that a new program inherits: os.putenv sets them, and not those of os.environ."""
+    lines = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    number = 0
+    while (line := lines[number]) is not None:
+        yield line
+        number += 1
 
 
 def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:

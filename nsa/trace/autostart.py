@@ -38,6 +38,12 @@ def autostart() -> None:
         _hook_processes()
 
 
+def hook_forks() -> None:
+    """Wrap what makes a fork of this process leave evidence, if its environment requests any. Imports torch.distributed."""
+    _hook_groups()
+    _hook_processes()
+
+
 def begin_at_first_group(begin: Begin) -> None:
     """Call ``begin`` before this process forms its first process group, whether torch has been imported or not."""
     global _begin

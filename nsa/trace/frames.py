@@ -72,7 +72,8 @@ def call_site(depth: int = 1) -> str:
 
 CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are searched for them
 WITHIN = 3  # how many lines of a library between the user's and torch's function are named
-_FRAMEWORK = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "_pytest", "pluggy"))
+_LIBRARY_BYTES = 120  # of these lines: they share a field of the board with the callers
+_FRAMEWORK = tuple(name + os.sep for name in ("torch", "_pytest", "pluggy"))
 _of_libraries: dict[str, bool] = {}
 
 
@@ -81,9 +82,13 @@ def _is_of_a_library(filename: str) -> bool:
     known = _of_libraries.get(filename)
     if known is None:
         ours = filename.startswith((_HERE, _ROOT + "pytest_nsa" + os.sep))
-        installed = any(part in filename for part in _INSTALLED) and not any(part in filename for part in _FRAMEWORK)
-        known = _of_libraries[filename] = installed and not ours
+        installed = any(part in filename for part in _INSTALLED)
+        known = _of_libraries[filename] = installed and not ours and not _in_package(filename).startswith(_FRAMEWORK)
     return known
+
+
+def _in_package(place: str) -> str:
+    return place.rpartition("-packages" + os.sep)[2]
 
 
 # By call path. The code objects are kept, because no other code has their ids while they live.
@@ -122,7 +127,9 @@ def call_path(depth: int = 1, *, within: bool = False) -> tuple[str, str]:
         callers = " < ".join(describe(f).rpartition("/")[2] for f in frames[1:])
         if library:
             inner, *outer = map(describe, library)
-            shown = [inner.rpartition("-packages" + os.sep)[2], *(text.rpartition("/")[2] for text in outer)]
+            shown = [_in_package(inner)[-_LIBRARY_BYTES:], *(text.rpartition("/")[2] for text in outer)]
+            while len(" < ".join(shown)) > _LIBRARY_BYTES:
+                shown.pop()
             callers = f"{' < '.join(shown)} << {callers}"
         found = (describe(frames[0]) if frames else "", callers, [f.f_code for f in (*library, *frames)])
         _ways[tuple(way)] = found

@@ -41,7 +41,7 @@ FOR_A_DEVICE = re.compile(
 _STORE_CALL = re.compile(r"store\w*\.(get|wait|multi_get|barrier)\(", re.IGNORECASE)
 _MEETS = re.compile(r"\b(TCPStore|init_process_group|init_device_mesh|init_rpc)\(")
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
-_TAKES = re.compile(r"\.acquire\(|\bwith\b.*lock", re.IGNORECASE)
+_TAKES = re.compile(r"\.acquire\(|\bwith\b.*(?<![bc])lock", re.IGNORECASE)
 _LIMITED = re.compile(r"\btimeout\b|\.(wait|join)\(\s*[^)\s]")
 _ENGINE = "_engine_run_backward"
 
@@ -53,7 +53,7 @@ def is_at_a_lock(line: str) -> bool:
 
 def takes_a_lock(line: str) -> bool:
     """Return whether a line of source takes a lock."""
-    return bool(_TAKES.search(line))
+    return bool(_TAKES.search(line.partition("#")[0]))
 
 
 def has_a_time_limit(line: str) -> bool:

@@ -101,7 +101,8 @@ def _read(path: Path) -> Process | None:
 class Started:
     """The processes that tests have started, and theirs.
 
-    ``mark``: the variable, as NAME=VALUE, that they inherit. ``given``: by pid, the owners of children that were seen to start.
+    ``mark``: the variable, as NAME=VALUE, that they inherit. ``given``: by pid, the owners of children that
+    were seen to start since the last look.
     """
 
     mark: str
@@ -115,10 +116,12 @@ class Started:
         Children of this process that began before ``since`` and were never seen are not from tests; nor are those in ``before``
         that began in the same tick.
         """
+        given, self.given = self.given, {}
         table = _processes()
+        given |= self.given
         mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
         new = [p for p in table.values() if p.pid not in mine and p.began + (p.pid not in before) > since]
-        mine |= {p.pid: self.given.get(p.pid, owner) for p in new if p.parent == os.getpid()}
+        mine |= {p.pid: given.get(p.pid, owner) for p in new if p.parent == os.getpid()}
         mine |= {p.pid: owner for p in new if p.parent in mine and table[p.parent].is_helper}
         _add_children(mine, table)
         lost = {p.pid: owner for p in new if p.pid not in mine and self._is_lost(p)}
@@ -176,7 +179,8 @@ def without_child_handler() -> Iterator[None]:
 def _end(processes: Iterable[Process]) -> None:
     with _handles(processes) as handles:
         for handle in handles:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # it has ended, or is no longer ours to end
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
         _wait(handles, GONE_S)
 
 

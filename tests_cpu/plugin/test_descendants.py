@@ -57,10 +57,11 @@ def test_after():
 """
 FORK = """
 from common import *
-from workers import worker
 import multiprocessing
 
 def test_forks():
+    subprocess.run(["true"], check=True)
+    from workers import worker  # torch is imported after the first process has started
     mp = multiprocessing.get_context("fork")
     ranks = [mp.Process(target=worker, args=(r, 2, int(os.environ["PORT"])), daemon=True) for r in range(2)]
     for rank in ranks:

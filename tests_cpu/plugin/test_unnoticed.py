@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ENVIRONMENT = """
-import os, subprocess, sys
+import multiprocessing, os, subprocess, sys, threading
 AT_IMPORT = dict(os.environ)
 
 def test_environment():
@@ -23,6 +23,26 @@ def test_children_get_the_variables_unless_their_environment_is_another():
     assert run(env={**os.environ, "MORE": "1"}) == "True"
     assert run(env={"RANK": "0"}) == "True"
     assert run(env={"ONLY": "1"}) == "False"
+    os.putenv("OF_C", "1")  # os.environ does not have it
+    assert subprocess.run(["printenv", "OF_C"], check=True, capture_output=True).stdout == b"1\\n"
+
+def test_threads_copy_the_environment():
+    errors, is_over = [], threading.Event()
+    def copy():
+        while not is_over.is_set():
+            try:
+                dict(os.environ)
+            except KeyError as error:
+                errors.append(error)
+    threads = [threading.Thread(target=copy) for _ in range(2)]
+    [thread.start() for thread in threads]
+    for _ in range(10):
+        child = multiprocessing.get_context("fork").Process(target=abs, args=(1,))
+        child.start()
+        child.join()
+    is_over.set()
+    [thread.join() for thread in threads]
+    assert errors == []
 """
 HANDLERS = """
 import asyncio, os, signal, subprocess, sys, time
@@ -85,11 +105,13 @@ def test_hidden_torch(monkeypatch, torch):
 """
 
 
-@pytest.mark.parametrize(("source", "passed"), [(ENVIRONMENT, 2), (HANDLERS, 3), (REPLACED, 11)])
+@pytest.mark.parametrize(("source", "passed"), [(ENVIRONMENT, 3), (HANDLERS, 3), (REPLACED, 11)])
 def test_a_healthy_test_does_not_notice(pytester: pytest.Pytester, source: str, passed: int) -> None:
     pytester.makepyfile(test_it=source)
     done = pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", timeout=120)
-    done.assert_outcomes(passed=passed, warnings=done.parseoutcomes().get("warnings", 0))
+    warnings = done.parseoutcomes().get("warnings", 0)
+    done.assert_outcomes(passed=passed, warnings=warnings)
+    assert source is REPLACED or not warnings  # what cannot be followed is reported
 
 
 def test_what_cannot_be_followed_is_reported_and_the_failure_stays(pytester: pytest.Pytester) -> None:

@@ -57,6 +57,8 @@ class _RecordedCall:
         return hash(self.call)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy, which has no `call` yet
+            raise AttributeError(name)
         return getattr(self.call, name)
 
 
@@ -64,7 +66,8 @@ def _recorded(
     record: Record, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     __tracebackhide__ = True
-    if any(type(tensor).__name__ in _SYMBOLS for tensor in tensors_of(args)):
+    given = list(tensors_of((*args, *kwargs.values())))  # none: a tracer's proxies
+    if not given or any(tensor.is_meta or type(tensor).__name__ in _SYMBOLS for tensor in given):
         return call(*args, **kwargs)
     return record(name, call, args, kwargs)
 

@@ -48,7 +48,7 @@ def _is_of_torch(name: str, names: Mapping[str, Any]) -> bool:
     if isinstance(value, ModuleType):
         of = value.__name__
     elif isinstance(value, FunctionType):
-        of = value.__module__
+        of = value.__module__ or name
     else:
         of = name
     return of == "torch" or of.startswith("torch.")

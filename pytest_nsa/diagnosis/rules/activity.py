@@ -151,8 +151,8 @@ def _child(rank: RankEvidence) -> Activity | None:
 
 
 def _blocked_child(rank: RankEvidence) -> Activity | None:
-    """Find that the rank waits for I/O, and a process that it has started is in a line of the user's."""
-    if _io(rank) is None and _io_by_source(rank) is None:
+    """Find that the rank waits in multiprocessing, and a process that it has started is in a line of the user's."""
+    if not any("/multiprocess" in file for file in _library_files(rank)):  # the package `multiprocess`, too
         return None
     for stacks in rank.children_threads:
         main = next((t for t in stacks if t.is_main), None)

@@ -253,7 +253,14 @@ def gave_up(evidence: Evidence) -> Finding | None:
     call = rank.board.waits_in if rank.board is not None else None
     if call is None or call.peer != -1:
         return None
-    entered = {r.rank: c.entered for r in evidence.ranks for c in r.collectives if c.place == call.place}
+    # A rank that is farther ahead has entered it, though its ring may no longer have it.
+    passed = {
+        r.rank: 0.0
+        for r in evidence.ranks
+        for c in r.collectives
+        if c.group == call.group and c.sequence > call.sequence
+    }
+    entered = passed | {r.rank: c.entered for r in evidence.ranks for c in r.collectives if c.place == call.place}
     members = evidence.members(call.group)
     late = [evidence.ranks[n] for n in members if entered.get(n, time) >= time]
     if not late or len(late) == len(members):

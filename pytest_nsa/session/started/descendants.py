@@ -43,9 +43,9 @@ from pytest_nsa.session.started.process_ends import (
     left_at_exit,
     of_jobs,
 )
-from pytest_nsa.session.started.process_starts import in_environment, on_start
+from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
-from pytest_nsa.session.started.started_jobs import Concluded, Occasion, conclude_jobs, describe, pids_of
+from pytest_nsa.session.started.started_jobs import Concluded, Occasion, conclude_jobs, describe, jobs_in, pids_of
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.descendants import Process, wait_for_ends
 
@@ -89,7 +89,7 @@ class StartedRanks:
         self.stacks = ChildStacks(self.base)
         self.pid = os.getpid()
         self.interrupted: list[str] = []
-        self._is_concluding = False
+        self._is_concluding = self._hooks_forks = False
         self._ended = ""  # the owner of the processes that are to be ended, because the test is
         self._is_over = is_interrupted  # whether the test has not caught what ended it
         self._is_in_phase = False  # since the test was ended
@@ -107,17 +107,21 @@ class StartedRanks:
         if not self.processes.has_any:
             self.processes.has_any = True
             self._before_first_child()
+        if not self._hooks_forks and "torch.distributed" in sys.modules:
+            self._hook_forks()
         return True
 
     @_harmless
     def _before_first_child(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._take_interrupt()
-        # Torch may have been imported before there were the variables: a forked child must inherit the hooks.
-        if "torch.distributed" in sys.modules:
-            with in_environment(self.environment):
-                importlib.import_module("nsa.trace.autostart").autostart()
         self._follow()
+
+    @_harmless
+    def _hook_forks(self) -> None:
+        """Wrap torch's functions, which a forked child inherits: torch was imported without the variables."""
+        importlib.import_module("nsa.trace.autostart").hook_forks()
+        self._hooks_forks = True
 
     @_harmless
     def _has_started(self, pid: int) -> None:
@@ -211,7 +215,7 @@ class StartedRanks:
                 does = "still running (ranks_descendants = end ends them)"
             reports.warn(item, f"processes that the test left, {does}: {shown}")
         alive = {p.pid for p in self.processes.look() if not p.has_ended}
-        for job in self.base.glob("job-*"):
+        for job in jobs_in(self.base):
             if alive.isdisjoint(pids_of(job)):
                 shutil.rmtree(job, ignore_errors=True)
 
@@ -269,7 +273,7 @@ class StartedRanks:
         found = self.processes.of(self._ended)
         if self.settings.descendants == "end":
             return found
-        return of_jobs(found, {pid for job in self.base.glob("job-*") for pid in pids_of(job)})
+        return of_jobs(found, {pid for job in jobs_in(self.base) for pid in pids_of(job)})
 
     def _is_blocked(self, frame: FrameType | None) -> bool:
         """Return whether the test or its fixture is still in the phase in which it was ended."""

@@ -1,5 +1,7 @@
-"""Call a function before each start of a process, and add variables to its environment: wrap the methods of subprocess and
-multiprocessing that start one. The environment of this process has the variables during a start alone.
+"""Call functions around each start of a process, and add variables to its environment: wrap the methods of subprocess and
+multiprocessing that start one.
+
+``os.environ`` of this process never has the variables: a test may compare it, and its threads may copy it at any moment.
 """
 
 from __future__ import annotations
@@ -7,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # any of them in env=: the environment is a rank's
+
+_of_forks: dict[str, str] = {}  # what a fork adds to its environment
+_this_thread = threading.local()
 
 
 def on_start(
@@ -32,16 +38,17 @@ def on_start(
     ) -> Any:
         if not before():
             return execute(self, args, executable, preexec, close, fds, cwd, env, *more)
-        if env is None or RANK_VARIABLES & set(env) or _is_made_from_ours(env):
-            env = {**os.environ, **variables} if env is None else {**variables, **env}
-        done = execute(self, args, executable, preexec, close, fds, cwd, env, *more)
+        if env is not None and (RANK_VARIABLES & set(env) or _is_made_from_ours(env)):
+            env = {**variables, **env}
+        with _in_environment(variables):
+            done = execute(self, args, executable, preexec, close, fds, cwd, env, *more)
         after(self.pid)
         return done
 
     def start_process(self: Any) -> Any:
         if not before():
             return start(self)
-        with in_environment(variables):
+        with _in_environment(variables):
             done = start(self)
         after(self.pid)
         return done
@@ -59,16 +66,28 @@ def _is_made_from_ours(environment: Mapping[Any, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def in_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables in this process's environment for a time."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give variables to the processes that start meanwhile: a new program inherits C's environment, a fork os.environ.
+
+    No-op within another one: a pytest that a test runs in this process has given its own.
+    """
+    if getattr(_this_thread, "is_within", False):
+        yield
+        return
+    _this_thread.is_within = True
+    _of_forks.update(variables)
+    for name, value in variables.items():
+        os.putenv(name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            # Another thread that starts a process at this time may have set them already, or reset them.
-            if value is None or value == variables[name]:
-                os.environ.pop(name, None)
+        for name in variables:
+            if name in os.environ:
+                os.putenv(name, os.environ[name])
             else:
-                os.environ[name] = value
+                os.unsetenv(name)
+        _of_forks.clear()
+        _this_thread.is_within = False
+
+
+os.register_at_fork(after_in_child=lambda: os.environ.update(_of_forks))

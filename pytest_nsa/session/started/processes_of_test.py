@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -69,15 +69,14 @@ class ProcessesOfTest:
 
     def _take_threads(self, owner: str) -> None:
         for thread in threading.enumerate():
-            if thread is not threading.main_thread():
+            if thread not in (threading.main_thread(), threading.current_thread()):
                 self._threads.setdefault(thread, owner)
 
     def add(self, pid: int) -> None:
         """Note a child that has just started, by the thread that has started it."""
         thread = self._threads.get(threading.current_thread(), "")
-        assert self.item is not None
-        fixture = next(_fixtures_on(sys._getframe(), _wider_fixtures(self.item)), "")
-        self._started.given[pid] = thread or fixture or self.owner
+        pools = _pools_of_fixtures(self.item) if self.item is not None else {}
+        self._started.given[pid] = thread or _fixture_on(sys._getframe(), pools) or self.owner
 
     def look(self) -> list[Process]:
         """Return all that exist."""
@@ -97,21 +96,29 @@ class ProcessesOfTest:
         return [pid for (pid, _), owner in self.owners.items() if self.item is None or owner != self.item.nodeid]
 
 
-def _wider_fixtures(item: pytest.Item) -> dict[int, str]:
-    """Return the names of a test's fixtures with a wider scope than the test, by the identity of their values."""
+def _pools_of_fixtures(item: pytest.Item) -> dict[int, tuple[str, Any]]:
+    """Return name and value of a test's fixtures with a wider scope that are executors or pools, by the identity of the value."""
+    kinds = [
+        kind
+        for module, name in (("concurrent.futures", "Executor"), ("multiprocessing.pool", "Pool"))
+        if (kind := getattr(sys.modules.get(module), name, None)) is not None
+    ]
     known = getattr(item, "_fixtureinfo", None)
     definitions = known.name2fixturedefs if known is not None else {}
     found = {}
     for name, value in getattr(item, "funcargs", {}).items():
         scope = definitions[name][-1].scope if definitions.get(name) else "function"
-        if scope != "function":
-            found[id(value)] = f"{scope} fixture {name}"
+        if scope != "function" and isinstance(value, tuple(kinds)):
+            found[id(value)] = f"{scope} fixture {name}", value
     return found
 
 
-def _fixtures_on(frame: FrameType | None, values: dict[int, str]) -> Iterator[str]:
-    """Yield the fixtures that are ``self`` of a function on the stack, the innermost first."""
-    while frame is not None and values:
-        if "self" in frame.f_code.co_varnames and id(frame.f_locals.get("self")) in values:
-            yield values[id(frame.f_locals["self"])]
+def _fixture_on(frame: FrameType | None, pools: dict[int, tuple[str, Any]]) -> str:
+    """Return the fixture that is ``self`` of a function on the stack, the innermost; '' without one."""
+    modules = {kind.__module__ for _, pool in pools.values() for kind in type(pool).__mro__}
+    while frame is not None and pools:
+        # Of these modules' frames alone: before Python 3.13 a frame that was looked at keeps its variables alive.
+        if frame.f_globals.get("__name__") in modules and (found := pools.get(id(frame.f_locals.get("self")))):
+            return found[0]
         frame = frame.f_back
+    return ""

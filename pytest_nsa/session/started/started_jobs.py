@@ -62,6 +62,12 @@ class Concluded:
         return self.is_idle, bool(self.owner), self.has_ended, not v.failed, not v.certain, -v.confidence
 
 
+def jobs_in(base: Path) -> list[Path]:
+    """Return the folders of jobs, also those of a pytest that a test runs."""
+    # os.walk passes over what is deleted while it looks: such a pytest deletes its own jobs.
+    return sorted(Path(at, name) for at, names, _ in os.walk(base) for name in names if name.startswith("job-"))
+
+
 def conclude_jobs(
     base: Path, run: RunFolder, processes: Sequence[Process], owner_of: Callable[[int], str], occasion: Occasion
 ) -> list[Concluded]:
@@ -70,9 +76,7 @@ def conclude_jobs(
     The first job's evidence goes into the test's folder in ``run``, and its verdict into the run's list; the other jobs' evidence
     goes into folders below. ``owner_of(pid)``: the fixture that has started a process, '' for the test.
     """
-    # os.walk passes over what is deleted while it looks: a pytest that the test runs deletes its own jobs.
-    folders = sorted(Path(at) for at, _, files in os.walk(base) if "job.json" in files)
-    watched = [_watched(job) for job in folders if job.name.startswith("job-")]
+    watched = [_watched(job) for job in jobs_in(base) if (job / "job.json").exists()]
     if occasion.reason and any(job.watch.boards for job in watched):
         time.sleep(SECOND_LOOK_S)
         for job in watched:
