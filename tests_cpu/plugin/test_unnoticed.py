@@ -109,9 +109,11 @@ def test_hidden_torch(monkeypatch, torch):
 def test_a_healthy_test_does_not_notice(pytester: pytest.Pytester, source: str, passed: int) -> None:
     pytester.makepyfile(test_it=source)
     done = pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", timeout=120)
-    warnings = done.parseoutcomes().get("warnings", 0)
-    done.assert_outcomes(passed=passed, warnings=warnings)
-    assert source is REPLACED or not warnings  # what cannot be followed is reported
+    done.assert_outcomes(
+        passed=passed, warnings=done.parseoutcomes().get("warnings", 0)
+    )  # Python's own, of forks beside threads
+    if source is not REPLACED:
+        done.stdout.no_fnmatch_line("*not followed to its end*")
 
 
 def test_what_cannot_be_followed_is_reported_and_the_failure_stays(pytester: pytest.Pytester) -> None:
