@@ -67,7 +67,7 @@ def _is_made_from_ours(environment: Mapping[Any, Any]) -> bool:
 
 @contextlib.contextmanager
 def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give variables to the processes that start meanwhile: a new program inherits C's environment, a fork os.environ.
+    """Give variables to the processes that start in the block: a new program inherits C's environment, a fork os.environ.
 
     No-op within another one: a pytest that a test runs in this process has given its own.
     """
