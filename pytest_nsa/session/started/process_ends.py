@@ -114,8 +114,8 @@ def joined_at_exit() -> set[int]:
 
 
 def left_at_exit(processes: ProcessesOfTest, idle: float, limit: float) -> list[Process]:
-    """Wait until the processes that multiprocessing joins at exit have done no work for ``idle`` seconds, or for ``limit`` seconds;
-    return all processes of their owners, [] if they have ended.
+    """Wait until the processes that multiprocessing joins at exit have done no work, and moved no data, for ``idle`` seconds, or
+    for ``limit`` seconds; return all processes of their owners, [] if they have ended.
     """
     began = idle_since = time.monotonic()
     before = {p.key: (p.cpu, p.moved) for p in processes.look()}
