@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -74,17 +75,14 @@ CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many
 WITHIN = 3  # how many lines of a library between the user's and torch's function are named
 _LIBRARY_BYTES = 120  # of these lines: they share a field of the board with the callers
 _FRAMEWORK = tuple(name + os.sep for name in ("torch", "_pytest", "pluggy"))
-_of_libraries: dict[str, bool] = {}
 
 
+@functools.cache
 def _is_of_a_library(filename: str) -> bool:
     """Return whether a file is of an installed package, not of torch, this one or pytest."""
-    known = _of_libraries.get(filename)
-    if known is None:
-        ours = filename.startswith((_HERE, _ROOT + "pytest_nsa" + os.sep))
-        installed = any(part in filename for part in _INSTALLED)
-        known = _of_libraries[filename] = installed and not ours and not _in_package(filename).startswith(_FRAMEWORK)
-    return known
+    ours = filename.startswith((_HERE, _ROOT + "pytest_nsa" + os.sep))
+    installed = any(part in filename for part in _INSTALLED)
+    return installed and not ours and not _in_package(filename).startswith(_FRAMEWORK)
 
 
 def _in_package(place: str) -> str:

@@ -66,7 +66,7 @@ class Collective:
     @property
     def way(self) -> tuple[str, ...]:
         """``site`` and the lines that led there, innermost first: a helper that is called from two places has two ways."""
-        callers = self.callers.rpartition("<< ")[2]
+        callers = self.callers.rpartition(" << ")[2]
         return (self.site, *callers.split(" < ")) if callers else (self.site,)
 
     @property

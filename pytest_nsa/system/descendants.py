@@ -17,7 +17,7 @@ from pathlib import Path
 from time import CLOCK_BOOTTIME, CLOCK_MONOTONIC, clock_gettime
 
 from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import stat_of, status_of
+from pytest_nsa.system.procfs import io_of, stat_of, status_of
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, by which a helper is recognised
@@ -57,11 +57,8 @@ class Process:
     @property
     def moved(self) -> int:
         """The bytes that it has read and written so far; 0 where that cannot be read."""
-        try:
-            lines = dict(line.split(": ") for line in Path(f"/proc/{self.pid}/io").read_text().splitlines())
-        except OSError:
-            return 0
-        return int(lines["rchar"]) + int(lines["wchar"])
+        io = io_of(Path(f"/proc/{self.pid}"))
+        return io.get("rchar", 0) + io.get("wchar", 0)
 
     @property
     def command(self) -> str:

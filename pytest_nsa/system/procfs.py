@@ -56,7 +56,7 @@ def look_at(pid: int) -> ProcessState | None:
         kernel_s=kernel,
         below_cpu_s=_cpu_seconds_of(children),
         faults=int(fields[7]),
-        written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
+        written=io_of(proc).get("wchar", 0),
         wchan=_read(proc / "wchan").strip(),
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
         ended=tuple(ended.values()),
@@ -73,6 +73,11 @@ def _other_program(proc: Path) -> str:
         return ""
     name = os.path.basename(path)
     return "" if path == own or name.startswith("python") else name
+
+
+def io_of(proc: Path) -> dict[str, int]:
+    """Return the bytes that a process has read (``rchar``) and written (``wchar``), and more; {} where that cannot be read."""
+    return {name: int(number) for name, _, number in (line.partition(": ") for line in _read(proc / "io").splitlines())}
 
 
 def is_runnable(pid: int) -> bool:

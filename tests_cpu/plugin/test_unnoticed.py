@@ -109,9 +109,8 @@ def test_hidden_torch(monkeypatch, torch):
 def test_a_healthy_test_does_not_notice(pytester: pytest.Pytester, source: str, passed: int) -> None:
     pytester.makepyfile(test_it=source)
     done = pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", timeout=120)
-    done.assert_outcomes(
-        passed=passed, warnings=done.parseoutcomes().get("warnings", 0)
-    )  # Python's own, of forks beside threads
+    warnings = done.parseoutcomes().get("warnings", 0)  # Python's own, of forks in a process with threads
+    done.assert_outcomes(passed=passed, warnings=warnings)
     if source is not REPLACED:
         done.stdout.no_fnmatch_line("*not followed to its end*")
 

@@ -28,6 +28,7 @@ _IO = re.compile(
     r"\.recv\w*\(|\.send(all|msg|to|file)?\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
     r"|\bselect\((?!\[\], \[\], \[\])|\.poll\(|\.eventfd_read\(|\.sigwait(info)?\("
 )
+_SLEEPS = re.compile(r"\bsleep\w*\(")
 _IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
 _IO_WAITS = (
     "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
@@ -326,9 +327,6 @@ def _polled_lock(rank: RankEvidence) -> Activity | None:
     if not _library_files(rank) or not takes_a_lock(source) or _SLEEPS.search(source) or not _sleeps(rank):
         return None
     return None if rank.looked_for else Activity("lock_deadlock", "polls for a lock", 0.8)
-
-
-_SLEEPS = re.compile(r"\bsleep\w*\(")
 
 
 def _sleeps(rank: RankEvidence) -> bool:
