@@ -183,8 +183,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
         return replace(_passed_verdict(evidence, common), evidence=failures)
     found, failures = first_finding((refused, *more, *RULES), evidence)
     finding = found or unknown(evidence, failures)
-    external = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, text=t.text) for t in evidence.external)
-    finding = replace(finding, facts=(*finding.facts, *external))
+    finding = replace(finding, facts=(*finding.facts, *evidence.external))
     if evidence.lost:
         until_then = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
         finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{until_then}")

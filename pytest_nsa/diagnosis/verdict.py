@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pytest_nsa.evidence.shapes import is_number
+from pytest_nsa.evidence.values import Fact as Fact
 from pytest_nsa.wire.messages import check_kinds
 
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
@@ -15,21 +16,6 @@ SCHEMA = 2  # 2: stalled_s, which was stood_still_s
 NO_RANK = -1  # the rank of a fact that concerns no rank in particular
 FACT_IN_FILE = {"text": "says"}  # fields of a fact with another name in verdict.json
 RULE_FAILED = "rule_failed"  # the kind of the fact that one of our rules raised an exception
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fact:
-    """One piece of evidence: its rank (or `NO_RANK`), kind, file (relative to the test's folder), and text."""
-
-    rank: int
-    kind: str
-    file: str
-    text: str
-
-    @property
-    def says(self) -> str:
-        """The name that ``text`` had until 0.2, and has in verdict.json: hooks of other repositories read it."""
-        return self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_children, parse
 from pytest_nsa.evidence.values import (
     EventLoop,
     Evidence,
-    ExternalFact,
+    Fact,
     Handled,
     KeyUse,
     MissingGradients,
@@ -88,9 +88,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         sources=sources,
         unread=tuple(unread),
         external=tuple(
-            ExternalFact(rank=e["of"], kind=e["kind"], file=e["file"], text=e["says"])
-            for e in of_all
-            if e["event"] == "told"
+            Fact(rank=e["of"], kind=e["kind"], file=e["file"], text=e["says"]) for e in of_all if e["event"] == "told"
         ),
         xids=tuple((e["gpu"], e["xid"]) for e in of_all if e["event"] == "xid"),
     )

@@ -317,8 +317,8 @@ class RankEvidence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExternalFact:
-    """A fact from a source that the repository adds; ``rank`` is -1 for all ranks, ``file`` relative to the test's folder."""
+class Fact:
+    """One piece of evidence: its rank (-1: of none in particular), kind, file (relative to the test's folder), and text."""
 
     rank: int
     kind: str
@@ -327,7 +327,7 @@ class ExternalFact:
 
     @property
     def says(self) -> str:
-        """The name that ``text`` had until 0.2: hooks of other repositories read it."""
+        """The name that ``text`` had until 0.2, and has in verdict.json: hooks of other repositories read it."""
         return self.text
 
 
@@ -352,10 +352,10 @@ class Evidence:
     stopped_by: str = ""  # the signal that interrupted the session; '' for Ctrl-C
     unread: tuple[str, ...] = ()  # what could not be read, and why
     xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
-    external: tuple[ExternalFact, ...] = ()  # by the hook pytest_nsa_collect_evidence
+    external: tuple[Fact, ...] = ()  # by the hook pytest_nsa_collect_evidence
 
     @property
-    def told(self) -> tuple[ExternalFact, ...]:
+    def told(self) -> tuple[Fact, ...]:
         """The name that ``external`` had until 0.2: hooks of other repositories read it."""
         return self.external
 
