@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.monitor.announcements import may_act_in
 from pytest_nsa.monitor.native import dump_where_useful
 from pytest_nsa.monitor.progress import ProgressWatch
@@ -29,7 +30,7 @@ from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.procfs import has_more_threads
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS, Job
-from pytest_nsa.wire.protocols import Limits, Monitor, Starter, Suspicion
+from pytest_nsa.wire.protocols import Limits, Monitor, Starter
 
 POLL_S = 0.05
 GRACE_S = 1.0  # of a stall, before it counts as one
@@ -46,7 +47,7 @@ class RanksRun:
     launcher: Starter
     limits: Limits
     monitors: Sequence[Monitor] = ()
-    suspect: Callable[[ProgressWatch], Suspicion | None] | None = None  # what is wrong, by the evidence so far
+    suspect: Callable[[ProgressWatch], Finding | None] | None = None  # what is wrong, by the evidence so far
     more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None  # facts of hooks, before the end
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
@@ -60,7 +61,7 @@ class RanksRun:
         self.log = self.folder / "host.jsonl"
         self.ranks = self.ranks or range(self.job.world_size)
         self.stall = StallClock()
-        self.suspicion: Suspicion | None = None
+        self.suspicion: Finding | None = None
         self._beats: dict[int, tuple[float, float]] = {}
         self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
 

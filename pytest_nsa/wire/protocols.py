@@ -77,15 +77,6 @@ class Launcher(Starter, Protocol):
         ...
 
 
-class Suspicion(Protocol):
-    """The finding of the rules on a stall."""
-
-    @property
-    def ends_the_test(self) -> bool:
-        """Whether the test may be ended at once."""
-        ...
-
-
 @dataclass(kw_only=True)
 class Limits:
     """Seconds: to form the group, for the body, and of a suspected stall after which to give up (0: never)."""
