@@ -73,7 +73,7 @@ class Watcher:
 
     def __post_init__(self) -> None:
         self.watch = ProgressWatch({})
-        self._find_ranks()
+        self.watch.add_from(self.folder)
 
     @cached_property
     def _scratch(self) -> tempfile.TemporaryDirectory[str] | None:
@@ -84,11 +84,6 @@ class Watcher:
     def log(self) -> Path:
         """The file with what was observed."""
         return (Path(self._scratch.name) if self._scratch is not None else self.folder) / "host.jsonl"
-
-    def _find_ranks(self) -> None:
-        for path in self.folder.glob("rank*/board.bin"):
-            if path.parent.name[4:].isdigit():
-                self.watch.add(int(path.parent.name[4:]), path.parent)
 
     @property
     def boards(self) -> dict[int, BoardSnapshot]:
@@ -102,7 +97,7 @@ class Watcher:
 
     def look(self) -> bool:
         """Look once. Return whether the report has changed."""
-        self._find_ranks()
+        self.watch.add_from(self.folder)
         self.watch.look()
         before = self.finding
         for rank, board in self.boards.items():

@@ -26,9 +26,7 @@ class ObservedJob:
 
     def look(self) -> None:
         """Read all boards, also those that are new since the last look."""
-        for path in self.folder.glob("rank*/board.bin"):
-            if path.parent.name[4:].isdecimal():
-                self.watch.add(int(path.parent.name[4:]), path.parent)
+        self.watch.add_from(self.folder)
         self.watch.look()
 
     @property

@@ -50,11 +50,13 @@ class ProgressWatch:
         self.readers = {rank: BoardReader(folder / "board.bin") for rank, folder in self.folders.items()}
         self.last_move = self._last_look = time.monotonic()
 
-    def add(self, rank: int, folder: Path) -> None:
-        """Watch another rank, with a board that has just been found."""
-        if rank not in self.folders:
-            self.folders[rank] = folder
-            self.readers[rank] = BoardReader(folder / "board.bin")
+    def add_from(self, folder: Path) -> None:
+        """Watch also the ranks that have a board in ``folder`` (``rankR/board.bin``)."""
+        for path in folder.glob("rank*/board.bin"):
+            number = path.parent.name.removeprefix("rank")
+            if number.isdecimal() and int(number) not in self.folders:
+                self.folders[int(number)] = path.parent
+                self.readers[int(number)] = BoardReader(path)
 
     def stalled_for(self, rank: int) -> float:
         """Seconds since a rank moved."""
