@@ -68,23 +68,18 @@ def ranks_of(pid: int) -> dict[int, int]:
 
 def _spawned(pid: int) -> dict[int, int]:
     """Return the children of a process that multiprocessing's spawn has started, if there are several and all have connections."""
-    found = [child for child in children_of(pid) if "--multiprocessing-fork" in _command_of(child).split("\0")]
+    found = [child for child in children_of(pid) if "--multiprocessing-fork" in _arguments_of(child)]
     are_ranks = len(found) > 1 and all(socket_queues(child).get("sockets") for child in found)
-    return dict(enumerate(sorted(found, key=_began))) if are_ranks else {}
+    return dict(enumerate(sorted(found, key=lambda child: (began(child), child)))) if are_ranks else {}
 
 
-def _command_of(pid: int) -> str:
-    return read_text(Path(f"/proc/{pid}/cmdline"))
+def _arguments_of(pid: int) -> list[str]:
+    return read_text(Path(f"/proc/{pid}/cmdline")).split("\0")
 
 
 def _parent(path: Path) -> int:
     fields = stat_of(path)
     return int(fields[1]) if fields else 0
-
-
-def _began(pid: int) -> tuple[int, int]:
-    """Return when a process began, in ticks since boot (0: it has ended), and its pid."""
-    return began(pid), pid
 
 
 def python_stacks(pid: int) -> tuple[str, str]:
@@ -133,10 +128,10 @@ class Unaided:
     _still_since: dict[int, float] = field(default_factory=dict)
     _stacks: dict[int, str] = field(default_factory=dict)
     _shares: dict[int, float] = field(default_factory=dict)
-    _began: dict[int, tuple[int, int]] = field(init=False)  # when each process began: the kernel reuses pids
+    _began: dict[int, int] = field(init=False)  # when each process began: the kernel reuses pids
 
     def __post_init__(self) -> None:
-        self._began = {pid: _began(pid) for pid in self.pids.values()}
+        self._began = {pid: began(pid) for pid in self.pids.values()}
 
     @property
     def is_over(self) -> bool:
@@ -144,7 +139,7 @@ class Unaided:
         return not any(map(self._is_there, self.pids.values()))
 
     def _is_there(self, pid: int) -> bool:
-        return self._began[pid][0] > 0 and _began(pid) == self._began[pid]
+        return self._began[pid] > 0 and began(pid) == self._began[pid]
 
     def _look_at(self, pid: int) -> tuple[ProcessState | None, str, str]:
         """Return a process's state, its stacks, and why there are no stacks."""
