@@ -201,7 +201,7 @@ class Zygote:
             if message["ahead"] is not None and host.ahead is None:
                 with contextlib.suppress(OSError):  # the next test's own start will report the error
                     run = Path(message["job"]["folder"]).parent
-                    host.ahead = self._fork(host, GroupSpec.from_json(message["ahead"]), run)
+                    host.ahead = self._fork(host, GroupSpec(**message["ahead"]), run)
         elif host.current is not None and host.current.number == message["number"]:
             if message["op"] == "kill":
                 host.current.pending = None

@@ -73,11 +73,6 @@ class GroupSpec:
         """The ranks that are started here."""
         return tuple(range(self.world_size)) if self.only < 0 else (self.only,)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> GroupSpec:
-        """Build it from what ``dataclasses.asdict`` made."""
-        return cls(**data)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
