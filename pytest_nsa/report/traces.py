@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_nsa.diagnosis.verdict import runs_of
+from pytest_nsa.evidence.collectives import ranks_of
 
 # Reports that each rank makes of itself. The lines of buckets name their rank; all others concern the whole test.
 _OF_EACH_RANK = ("[GRAD-TRACE]", "[MODULE-BWD]", "  - MISSING: ")
@@ -47,19 +48,10 @@ def missing_in(lines: Iterable[str], world_size: int) -> dict[str, str]:
     """Return the parameters that a merged log names as missing, with the ranks: '1', '0,2-7'."""
     found: dict[str, set[int]] = {}
     for match in filter(None, map(_MISSING.match, lines)):
-        found.setdefault(match[2], set()).update(_numbers(match[1]) if match[1] else range(world_size))
+        found.setdefault(match[2], set()).update(ranks_of(match[1], world_size) if match[1] else range(world_size))
     return {name: listed(ranks) for name, ranks in found.items()}
 
 
 def listed(ranks: Iterable[int]) -> str:
     """Return '1', '0,1' or '0-5,8'."""
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs_of(ranks))
-
-
-def _numbers(text: str) -> Sequence[int]:
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit() and (last or first).isdigit():
-            found += range(int(first), int(last or first) + 1)
-    return found
