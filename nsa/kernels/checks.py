@@ -35,14 +35,8 @@ def check_compressed(
     gates: torch.Tensor,
 ) -> None:  # fmt: skip
     B, S, H, Dk = q.shape
-    for name, tensor in (("k_cmp", k_cmp), ("v_cmp", v_cmp), ("gates", gates)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} is {type(tensor).__name__}: must be a tensor")
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}: must have 4 dimensions, "
-                + ("[batch, tokens, heads, 3]" if name == "gates" else "[batch, tokens, heads, width]")
-            )
+    _check_dimensions({"k_cmp": k_cmp, "v_cmp": v_cmp})
+    _check_dimensions({"gates": gates}, last="3")
     G, n_cmp = k_sel.shape[2], k_cmp.shape[1]
     _check_one("k_cmp", k_cmp, (B, n_cmp, G, Dk), q)
     _check_one("v_cmp", v_cmp, (B, n_cmp, G, v_sel.shape[3]), q)
@@ -54,13 +48,7 @@ def check_tensors(q: torch.Tensor, keys: dict[str, torch.Tensor], values: dict[s
 
     q [B, S, H, Dk], each of ``keys`` [B, S, G, Dk], of ``values`` [B, S, G, Dv].
     """
-    for name, tensor in {"q": q, **keys, **values}.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} is {type(tensor).__name__}: must be a tensor")
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}: must have 4 dimensions, [batch, tokens, heads, width]"
-            )
+    _check_dimensions({"q": q, **keys, **values})
     if not q.is_floating_point():
         raise ValueError(f"q is {q.dtype}: must be a floating point dtype")
     B, S, H, Dk = q.shape
@@ -70,6 +58,15 @@ def check_tensors(q: torch.Tensor, keys: dict[str, torch.Tensor], values: dict[s
     for wanted, tensors in (((B, S, G, Dk), keys), ((B, S, G, Dv), values)):
         for name, tensor in tensors.items():
             _check_one(name, tensor, wanted, q)
+
+
+def _check_dimensions(tensors: dict[str, torch.Tensor], last: str = "width") -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} is {type(tensor).__name__}: must be a tensor")
+        if tensor.dim() != 4:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name} has shape {shape}: must have 4 dimensions, [batch, tokens, heads, {last}]")
 
 
 def _check_one(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
