@@ -88,21 +88,17 @@ class StoreRecorder:
 
     def install(self) -> None:
         """Replace the methods. Those that this version of torch lacks are skipped."""
-        for name in _WAITS:
-            self.wrap_wait(dist.Store, name)
+        for wrap, names in ((self.wrap_wait, _WAITS), (self.wrap_look, _LOOKS), (self.wrap_set, _SETS)):
+            for name in names:
+                if hasattr(dist.Store, name):  # torch 2.6 has no queues
+                    wrap(dist.Store, name)
         for name, kind in itertools.product(_WAITS_OF_A_CLASS, _STORES):
-            if hasattr(dist, kind):
+            if hasattr(getattr(dist, kind, None), name):  # nor a barrier
                 self.wrap_wait(getattr(dist, kind), name)
-        for name in _LOOKS:
-            self.wrap_look(dist.Store, name)
-        for name in _SETS:
-            self.wrap_set(dist.Store, name)
 
     def wrap_wait(self, kind: Any, name: str) -> None:
         """Wrap a method of a class of stores that waits for keys, with its time limit or the store's."""
-        original = getattr(kind, name, None)
-        if original is None:  # torch 2.6 has no queues, nor a barrier
-            return
+        original = getattr(kind, name)
 
         def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
             __tracebackhide__ = True
@@ -125,9 +121,7 @@ class StoreRecorder:
 
     def wrap_look(self, kind: Any, name: str) -> None:
         """Wrap a method of a class of stores that returns at once: a program that calls it in a loop polls for another rank."""
-        original = getattr(kind, name, None)
-        if original is None:
-            return
+        original = getattr(kind, name)
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
@@ -146,9 +140,7 @@ class StoreRecorder:
 
     def wrap_set(self, kind: Any, name: str) -> None:
         """Wrap a method of a class of stores that sets a key, to record the line at which a rank sets such keys."""
-        original = getattr(kind, name, None)
-        if original is None:
-            return
+        original = getattr(kind, name)
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
