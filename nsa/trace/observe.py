@@ -106,44 +106,36 @@ class Observer:
     """
 
     on_anomaly: Callable[..., None]
-    checksums: Checksums | None
-    _known: dict[int, Known]
-    _calls: list[Known]
     on_change: Callable[[], None]
     on_names: Callable[[list[str], list[str]], None]
     on_model: Callable[[str, bool], None]
     on_ddp: Callable[[int, dict[str, Any]], None]
-    parameter_names: list[str]
-    _roots: WeakSet[nn.Module]
-    _shared: WeakSet[DistributedDataParallel]  # DDP modules: roots, or inside of roots
-    _reducing: WeakSet[DistributedDataParallel]  # those of the models
-    _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
-    _first: WeakSet[nn.Module]  # the one with which the current step began
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self._known = {}
+        self._known: dict[int, Known] = {}
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the parameter
-        self._calls = []  # the modules with a call that has not returned, and a backward that has not
+        self._calls: list[Known] = []  # the modules with a call that has not returned, and a backward that has not
         self._nodes = NodeCount(board)
         self.forget()
 
     def forget(self) -> None:
         """Clear what is kept per model before the next test or training in this process."""
         self.on_change = self.on_model = self.on_names = self.on_anomaly = self.on_ddp = _ignore
-        self.checksums = None
+        self.checksums: Checksums | None = None
         self._known.clear()
         self._calls.clear()
         self._failure = (0, "", "")  # id and text of the exception that ended a forward, and the module that raised it
         self._forward = ""  # state of the current step: '', running, done, failed, or backward
         self._gave_numbers = True  # whether the current step's forward returned finite numbers
-        self.parameter_names = []
+        self.parameter_names: list[str] = []
         self._remove_hooks()
-        self._roots = WeakSet()
-        self._shared = WeakSet()
-        self._reducing = WeakSet()
-        self._models = WeakSet()
-        self._first = WeakSet()
+        self._roots: WeakSet[nn.Module] = WeakSet()
+        self._shared: WeakSet[DistributedDataParallel] = WeakSet()  # DDP modules: roots, or inside of roots
+        self._reducing: WeakSet[DistributedDataParallel] = WeakSet()  # those of the models
+        # The roots with the most trained parameters: their calls are steps.
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._first: WeakSet[nn.Module] = WeakSet()  # the one with which the current step began
         self._updating = 0  # how many optimizers' steps run, one inside the other
 
     def install(self) -> None:
