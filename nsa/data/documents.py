@@ -33,7 +33,6 @@ class Documents(Protocol):
 
     def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
         """Once from ``place`` to the end: the texts of each part in UTF-8, None for a row that cannot be read."""
-        ...
 
 
 class ParquetDocuments:

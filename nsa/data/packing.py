@@ -59,7 +59,6 @@ class Source(Protocol):
 
     def samples(self, position: Position, wanted: Callable[[int], bool]) -> Iterator[Sample]:
         """From sample ``position.samples`` on, those that are ``wanted``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

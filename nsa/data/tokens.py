@@ -23,11 +23,9 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the tokens of each text (UTF-8), its separator last."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; bytes that are no text become U+FFFD."""
-        ...
 
 
 class ByteTokenizer:

@@ -24,11 +24,9 @@ class Monitor(Protocol):
 
     def poll(self) -> float:
         """Called at each look at the ranks; return the seconds that do not count as the ranks' time."""
-        ...
 
     def finish(self) -> None:
         """Called when the ranks have ended."""
-        ...
 
 
 class Starter(Protocol):
@@ -41,19 +39,15 @@ class Starter(Protocol):
 
     def start(self, job: Job) -> list[int]:
         """Start the ranks; return their process ids. Raises LaunchError."""
-        ...
 
     def exits(self, timeout: float) -> dict[int, int]:
         """Return wait statuses, by rank, of ranks that ended since the last call; wait up to ``timeout`` seconds for one."""
-        ...
 
     def signal(self, rank: int, number: int) -> None:
         """Signal one rank, if it has not ended."""
-        ...
 
     def kill(self) -> None:
         """SIGKILL every rank of the job that still lives, and what they started."""
-        ...
 
 
 class Launcher(Starter, Protocol):
@@ -62,19 +56,15 @@ class Launcher(Starter, Protocol):
     @property
     def has_ended(self) -> bool:
         """Whether it starts no more ranks: another process has ended it."""
-        ...
 
     def expect(self, spec: GroupSpec | None) -> None:
         """Announce the ranks that the test after the next job needs (None: unknown), so that they can be made ready before."""
-        ...
 
     def wait_until_ready(self) -> None:
         """Wait until ranks can be started. Raises LaunchError; UnfitError if no rank may be forked from this launcher."""
-        ...
 
     def close(self) -> None:
         """End the launcher and everything it started."""
-        ...
 
 
 @dataclass(kw_only=True)
