@@ -72,9 +72,8 @@ def run(folder: Path, count: int, *arguments: str) -> dict[str, int]:
     )  # fmt: skip
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = {c.get("name") for c in cases if c.find("failure") is not None or c.find("error") is not None}
-    faulty = {
-        f"test_it[{n}]" for n in range(count) if n % 10 == 9 and n // 10 % 6 != 5
-    }  # the last one only leaves a child
+    # The last one only leaves a child.
+    faulty = {f"test_it[{n}]" for n in range(count) if n % 10 == 9 and n // 10 % 6 != 5}
     return {"tests": len(cases), "good_that_failed": len(failed - faulty), "faults_not_told": len(faulty - failed)}
 
 

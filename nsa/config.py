@@ -101,9 +101,8 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
         )
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     _merge_tree(values, tree, f"config {str(path)!r}")
-    if values["data"].get(
-        "path"
-    ):  # relative to the file that names it, so that it holds wherever the program is started
+    # The path is relative to the file that names it, so that it holds wherever the program is started.
+    if values["data"].get("path"):
         values["data"]["path"] = os.path.normpath(file.parent / values["data"]["path"])
     _merge_environment(values, os.environ)
     _merge_overrides(values, overrides)
@@ -117,10 +116,8 @@ def _parse(text: str, where: str) -> Any:
 
     try:
         return yaml_text.parse(text)
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: a date that there is not, a number of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: a date that there is not, a number of thousands of digits.
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())[:MOST_PROBLEM]}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply; a configuration has sections, and keys in them") from None

@@ -75,9 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seed {arguments.seed}: must be from -2**63 to 2**64 - 1")
     if not arguments.prompt:
         parser.error("--prompt: is empty; give a text to continue")
-    if any(
-        "\ud800" <= character <= "\udfff" for character in arguments.prompt
-    ):  # as Python gives bytes that it cannot read
+    # So Python gives bytes that it cannot read.
+    if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
         parser.error("--prompt: is not text in UTF-8; give it in UTF-8")
     try:
         return _print(arguments)

@@ -85,9 +85,8 @@ class OnRanks:
                 return
             run: Any = getattr(type(self), "_run", None)
             name = getattr(self, "_testMethodName", "")
-            more = (
-                {"fake_pg": getattr(self, "fake_pg", False)} if _takes(run, "fake_pg") else {}
-            )  # older copies of the base do not take it
+            # Older copies of the base do not take it.
+            more = {"fake_pg": getattr(self, "fake_pg", False)} if _takes(run, "fake_pg") else {}
             try:
                 run(self.rank, name, self.file_name, None, **more)
             except SystemExit as ended:  # so ends a process that was started for one test

@@ -127,9 +127,8 @@ def _is_in(forms: str, name: str) -> bool:
     return re.search(rf"(?<![a-z])({forms.replace(' ', '_')})(?![a-z])", _spelled(name)) is not None
 
 
-@pytest.mark.filterwarnings(
-    "default"
-)  # a limit that can fall is shown, and no branch fails because another has reduced a word
+# A limit that can fall is shown, and no branch fails because another has reduced a word.
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("word", LIMITS)
 def test_a_word_is_not_used_more_often(word: str) -> None:
     forms, limit = LIMITS[word]

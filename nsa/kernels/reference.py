@@ -30,9 +30,8 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale
     some = visible.any(-1, keepdim=True)
     # A row without keys keeps finite scores, so that neither softmax nor its gradient meets inf - inf.
     weights = scores.masked_fill(~visible & some, float("-inf")).softmax(-1)
-    return weights.masked_fill(
-        ~some, 0.0
-    )  # and not times zero: a NaN in a key that they do not see stays away from them
+    # Not times zero: a NaN in a key that they do not see stays away from them.
+    return weights.masked_fill(~some, 0.0)
 
 
 def weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

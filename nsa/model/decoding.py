@@ -34,9 +34,8 @@ class _Growing:
         """Return all so far, ``new`` the last; a view."""
         end = self._used + new.shape[1]
         if self._buffer is None or self._buffer.shape[1] < end:
-            with torch.inference_mode(
-                False
-            ):  # the next call may come under no_grad, which may not write to such tensors
+            # The next call may come under no_grad, which may not write to such tensors.
+            with torch.inference_mode(False):
                 shape = (new.shape[0], max(64, 2 * end), *new.shape[2:])
                 grown = torch.empty(shape, dtype=new.dtype, device=new.device)
             if self._buffer is not None:

@@ -74,10 +74,8 @@ def _layout(slots: int = RING_SIZE) -> tuple[dict[str, Any], bytes, int]:
     for name, size in _TEXTS.items():
         texts[name] = [offset, size]
         offset += size
-    arrived = [
-        offset,
-        MAX_PARAMETERS,
-    ]  # a byte per parameter, in the model's order: 1 when its gradient has arrived
+    # A byte per parameter, in the model's order: 1 when its gradient has arrived.
+    arrived = [offset, MAX_PARAMETERS]
     offset += MAX_PARAMETERS
     path = [offset, MAX_PATH]  # two bytes per call: the module's place in `named_modules`, of the current forward
     offset += 2 * MAX_PATH

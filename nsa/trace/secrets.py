@@ -48,9 +48,8 @@ def masked_in_place(text: str) -> str:
 
 
 _LITERAL = re.compile(r"""([A-Za-z]*)(\'{3}|"{3}|\'|")(.*)\2\Z""", re.DOTALL)
-_TEXT_TOKENS = frozenset(
-    {tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.COMMENT)}
-)  # from Python 3.12 on
+# From Python 3.12 on, each text in an f-string is a token.
+_TEXT_TOKENS = frozenset({tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.COMMENT)})
 _SPACE = frozenset({tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
 
 

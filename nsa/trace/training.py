@@ -188,9 +188,8 @@ def _dump_fatal_errors(path: Path) -> TextIO | None:
         return None
     file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
     faulthandler.enable(file, all_threads=True)
-    os.register_at_fork(
-        after_in_child=lambda: None if file.closed else faulthandler.disable()
-    )  # a child's death is not the rank's
+    # A child's death is not the rank's.
+    os.register_at_fork(after_in_child=lambda: None if file.closed else faulthandler.disable())
     return file
 
 

@@ -229,9 +229,8 @@ class Trainer:
         # A compiled update takes the rate as a tensor: for a number it would be compiled again at each change.
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr.fill_(lr) if self._update_is_compiled else lr
-        if (
-            self._updates_on_device
-        ):  # torch's fused kernels read this, as GradScaler sets it: nothing waits for the device
+        # torch's fused kernels read this, as GradScaler sets it: nothing waits for the device.
+        if self._updates_on_device:
             self.optimizer.found_inf = is_finite.logical_not().float()
             self._update()
         elif is_finite:

@@ -174,9 +174,8 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    folders = (
-        {Path(os.path.realpath(arguments.run))} if arguments.run else set()
-    )  # resolve() raises for a cycle of links
+    # resolve() raises for a cycle of links.
+    folders = {Path(os.path.realpath(arguments.run))} if arguments.run else set()
     for pid in arguments.pids:
         found = folder_of(pid)
         if found is None:

@@ -67,9 +67,8 @@ class Watcher:
     _gone: set[int] = field(default_factory=set)
     _delay: AnnounceDelay = field(default_factory=AnnounceDelay)
     _printed: object = None  # the finding that `lines` returned last
-    _is_own: dict[int, bool] = field(
-        default_factory=dict
-    )  # by rank that was seen alive: whether its process is this user's
+    # By rank that was seen alive: whether its process is this user's.
+    _is_own: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.watch = ProgressWatch({})

@@ -212,9 +212,8 @@ class RankEvidence:
     thread_errors: tuple[ThreadError, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()  # its test's comparisons with syrupy's
     gradients_missing: tuple[MissingGradients, ...] = ()  # by a requested trace; one entry for steps that lack the same
-    ready_orders: Mapping[int, int] = field(
-        default_factory=dict
-    )  # by step, a checksum of the order in which gradients became ready
+    # By step, a checksum of the order in which gradients became ready.
+    ready_orders: Mapping[int, int] = field(default_factory=dict)
     needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
 
     @property

@@ -13,12 +13,8 @@ from typing import Any
 from pytest_nsa.evidence.stacks import Frame
 
 BUSY = 0.5  # of a core, over the sample
-SLEEPS = (
-    "hrtimer_nanosleep",
-    "common_nsleep",
-    "do_nanosleep",
-    "do_wait",
-)  # the kernel's wait channels of a sleep, and of a wait for a child
+# The kernel's wait channels of a sleep, and of a wait for a child.
+SLEEPS = ("hrtimer_nanosleep", "common_nsleep", "do_nanosleep", "do_wait")
 STARVED = 0.1  # of a core: what a thread that wants the CPU may get on a busy machine
 # Files with the wrappers of recorded calls; without "calls/" in folders of 0.1.
 _RECORDERS = tuple(f"nsa/trace/{below}{name}.py" for below in ("calls/", "") for name in ("collectives", "stores"))

@@ -92,10 +92,8 @@ def source(evidence: Evidence, where: str) -> Markup | None:
     if match is None:
         return None
     line = int(match["line"])
-    names = (
-        match["file"],
-        f"{evidence.job.root.rstrip('/')}/{match['file']}",
-    )  # a verdict's path is relative to the tests' root
+    # A verdict's path is relative to the tests' root.
+    names = (match["file"], f"{evidence.job.root.rstrip('/')}/{match['file']}")
     found = next((s for s in evidence.sources.snippets if s.file in names and s.first <= line <= s.last), None)
     if found is None:
         return None

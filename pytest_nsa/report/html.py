@@ -85,10 +85,8 @@ def _read(run: Path, entry: Entry) -> Evidence | None:
 
 def _title(entries: list[Entry], decision: Decision) -> str:
     """Return the page's title: how many tests fail, or the decision if no test fails."""
-    failed, noun = (
-        sum(e.verdict.failed for e in entries),
-        "scenario" if any(e.verdict.scenario for e in entries) else "test",
-    )
+    failed = sum(e.verdict.failed for e in entries)
+    noun = "scenario" if any(e.verdict.scenario for e in entries) else "test"
     if not failed:
         return short_place(decision.sentence)
     return f"{failed} of {len(entries)} {noun}{'s' if len(entries) > 1 else ''} fail{'s' if failed == 1 else ''}"

@@ -61,13 +61,8 @@ def _figures(evidence: Evidence) -> dict[str, float]:
 
     try:
         return figures_of(evidence)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-    ):  # what a test has recorded or written costs no verdict
-        return {}
+    except (ValueError, TypeError, LookupError, ArithmeticError):
+        return {}  # what a test has recorded or written costs no verdict
 
 
 def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:

@@ -47,9 +47,8 @@ class Signals:
 
     def __init__(self) -> None:
         self.ended_by = 0
-        self.defers = (
-            False  # under an outer launcher all processes get the signal: the leader ends the test, and then the others
-        )
+        # Under an outer launcher all processes get the signal: the leader ends the test, and then the others.
+        self.defers = False
         self._deferred_since = 0.0
         self._is_interrupted = self._is_writing = self._is_held = False
         self._pending = 0  # the signal that came while a verdict was written

@@ -286,9 +286,8 @@ class Zygote:
         try:
             die_with(parent)
             os.setpgid(0, 0)
-            random.setstate(
-                self._random
-            )  # Python reseeds it in a fork; all ranks begin equal, as with torch's and numpy's
+            # Python reseeds it in a fork; all ranks begin equal, as with torch's and numpy's.
+            random.setstate(self._random)
             signal.set_wakeup_fd(-1)
             set_handler(signal.SIGCHLD, signal.SIG_DFL)
             set_handler(signal.SIGTERM, signal.SIG_DFL)

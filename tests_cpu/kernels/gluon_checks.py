@@ -208,9 +208,8 @@ def assert_attends_to_picks(
         entries, items = listed(picks, rows, at, l_sel, selection.n_blocks, 64)
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(selection_schedule, "ring", lambda *_: Ring(64, stages))
-            monkeypatch.setattr(
-                selection_schedule.selection_forward, "selected_forward", None
-            )  # what serves is Gluon's
+            # What serves is Gluon's.
+            monkeypatch.setattr(selection_schedule.selection_forward, "selected_forward", None)
             monkeypatch.setattr(
                 q, "new_empty", lambda *size, dtype=q.dtype: torch.full(size, -math.inf, dtype=dtype), raising=False
             )

@@ -230,9 +230,8 @@ class Machine:
 
     def __init__(self, program: tuple[int, ...], seed: int) -> None:
         self.program, self.turns = program, Turns(seed)
-        self.unfenced: dict[
-            int, int
-        ] = {}  # what threads wrote that no fence has shown to the asynchronous units, and who did
+        # What threads wrote that no fence has shown to the asynchronous units, and who did.
+        self.unfenced: dict[int, int] = {}
         self.simulated: dict[Any, Callable[..., Any]] = {}
 
     def names(self) -> dict[str, Any]:

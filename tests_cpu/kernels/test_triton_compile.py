@@ -176,9 +176,8 @@ def test_tile_sizes_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatch
     choose = tiles._tile.__wrapped__
     assert choose("sliding_dq", 192, 128, 2, False, "sm_90") == tiles.Tile(32, 64, 8, 3, 1, True)
     assert choose("sliding_dq", 192, 128, 2, True, "sm_90") == tiles.Tile(16, 16, 4, 1)
-    assert choose("sliding_dq", 160, 128, 2, False, "sm_90") == tiles.Tile(
-        32, 64, 8, 3, 1, True
-    )  # the nearest measured
+    # The nearest that was measured.
+    assert choose("sliding_dq", 160, 128, 2, False, "sm_90") == tiles.Tile(32, 64, 8, 3, 1, True)
     assert choose("sliding_dq", 192, 128, 2, False, "sm_80") == tiles.fitting("sliding_dq", 192, 128, 2)
 
 

@@ -46,9 +46,8 @@ def test_chunks_give_the_loss_and_the_gradients_of_all_logits(rows: int) -> None
     x, weight, targets = drawn()
     plain = F.cross_entropy((x @ weight.T).flatten(0, 1), targets.flatten())
     chunked = linear_cross_entropy(x, weight, targets, rows * 4 * VOCABULARY)
-    for one, other in zip(
-        with_gradients(chunked, x, weight), with_gradients(plain, x, weight), strict=True
-    ):  # sums of at most 51 products of numbers below 100
+    # Sums of at most 51 products of numbers below 100.
+    for one, other in zip(with_gradients(chunked, x, weight), with_gradients(plain, x, weight), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=51 * 100 * torch.finfo(torch.float64).eps)
 
 
@@ -92,9 +91,8 @@ def test_chunks_have_no_second_derivative() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch's own, as it traces a Function
+# torch's own, as it traces a Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_chunks_compile_into_one_graph() -> None:
     x, weight, targets = drawn(torch.float32)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")

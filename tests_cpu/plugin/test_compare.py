@@ -80,9 +80,8 @@ def test_a_lost_gradient_a_changed_cause_and_nothing_else(tmp_path: Path) -> Non
     assert worse.returncode == 1
     rows = [line for line in worse.stdout.splitlines() if line.startswith("| test_example") and "| step |" not in line]
     hooked = [path.read_text() for path in runs["new"].glob("*test_fails*/rank1/stacks.txt")]
-    if not any(
-        "in <lambda>" in stack for stack in hooked
-    ):  # a busy machine gave the rank no CPU: the cause is wider then
+    # If not, a busy machine gave the rank no CPU: the cause is wider then.
+    if not any("in <lambda>" in stack for stack in hooked):
         rows = [row for row in rows if "test_fails | cause" not in row]
     assert len(rows) == 2, worse.stdout
     assert any("test_fails | gradients missing" in row and "worse" in row for row in rows)

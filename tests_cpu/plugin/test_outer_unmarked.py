@@ -106,9 +106,8 @@ def test_beside_a_marked_test_the_others_run_in_every_process(torchrun: Torchrun
     write(pytester, MIXED)
     done = torchrun("--timeout=60")
     assert done.returncode == 1
-    assert (
-        done.stdout.count("test session starts") == 1
-    )  # rank 0's process reports, and rank 1's what fails in it alone
+    # Rank 0's process reports, and rank 1's what fails in it alone.
+    assert done.stdout.count("test session starts") == 1
     assert "[rank 1] FAILED test_example.py::test_shard" in done.stdout
     assert "[rank 1] E       AssertionError: wrong shard on this rank" in done.stdout
     assert "[rank 1] a word of rank 1" in done.stdout

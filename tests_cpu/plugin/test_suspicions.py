@@ -212,9 +212,8 @@ def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -
     assert reasons["test_comes_and_goes"].startswith("it passes when it is run again as it is")
     assert reasons["test_they_exclude_each_other"] == "passes with SECOND=1; not with all at once (6 runs)"
     assert result.run is not None
-    assert (
-        len({line["folder"] for line in read_lines(result.run / "verdicts.jsonl")}) == 5
-    )  # what was tried is in no list
+    # What was tried is in no list.
+    assert len({line["folder"] for line in read_lines(result.run / "verdicts.jsonl")}) == 5
     before = (result.run / "SUMMARY.md").read_text()
     assert main(["report", str(result.run)]) == 1  # made anew, from the folders
     summary = (result.run / "SUMMARY.md").read_text()

@@ -297,9 +297,8 @@ def test_data_loader_workers_are_not_reported(group):
     next(keep[0])
 keep = []
 """
-    result = run_example(
-        pytester, source, "-W", "ignore:This process:DeprecationWarning"
-    )  # of a loader's fork, from 3.12 on
+    # Of a loader's fork, from 3.12 on.
+    result = run_example(pytester, source, "-W", "ignore:This process:DeprecationWarning")
     assert result.outcomes == {"passed": 2, "failed": 1, "warnings": 3}, result.stdout
     left = [int(path.read_text()) for name in ("child", "session", "daemon", "orphan") for path in _files(result, name)]
     assert len(left) == 4

@@ -170,9 +170,8 @@ def _forward(z: Forward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
         own = chunk.sequences(z, first, tokens, length, out=out, top=top, total=total)
         run_forward(own, window_tiles(length, length, own.q), rooms)
     own_parts = slice(len(chunk.query), chunk.n_parts - 1)
-    out[own_parts] *= total[own_parts].unsqueeze(
-        -1
-    )  # parts are weighted with their sums, and a tile has divided by them
+    # Parts are weighted with their sums, and a tile has divided by them.
+    out[own_parts] *= total[own_parts].unsqueeze(-1)
     q = rooms("chunk of q", *here.q.shape).copy_(here.q)
     keys, values = here.k.mT.split(l_sel, 1), here.v.split(l_sel)
     for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (h * l_sel))):

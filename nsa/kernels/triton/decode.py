@@ -346,9 +346,8 @@ def pick_and_read(
     )  # fmt: skip
     if part == 0:
         write_picks(PICKS + (token.to(tl.int64) * G + g) * n_sel, chosen, n_sel, PAD)
-    mine = (tl.cumsum(chosen, 0) == part // SUB + 1) & (
-        chosen > 0
-    )  # the block in that slot of PICKS; -1 behind the last
+    # The block in that slot of PICKS; -1 behind the last.
+    mine = (tl.cumsum(chosen, 0) == part // SUB + 1) & (chosen > 0)
     j = tl.max(tl.where(mine, tl.arange(0, PAD), -1), 0)
     _read(
         Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, D0,

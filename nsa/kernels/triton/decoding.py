@@ -18,9 +18,8 @@ MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program
 KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32
 MOST_SCORES = 8192  # of blocks and heads that a program holds at once
 PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives several to each
-AT_ONCE = (
-    1024  # warps of programs that pick each for itself: 8 on a multiprocessor of an H100 (132), 10 of an A100 (108)
-)
+# Warps of programs that pick each for itself: 8 on a multiprocessor of an H100 (132), 10 of an A100 (108).
+AT_ONCE = 1024
 
 
 def serves(q: torch.Tensor, d_v: int, l: int, d: int, l_sel: int) -> bool:

@@ -21,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.triton.strided_overlapped import CONSUMERS, FIELDS, ROWS, barriers, load_tile
 
 KEYS = gl.constexpr(64)  # of a sub-block
-WIDTH = gl.constexpr(
-    64
-)  # columns of a copy: 128 bytes, so that queries lie one behind the other as a product reads them
+# Columns of a copy: 128 bytes, so that queries lie one behind the other as a product reads them.
+WIDTH = gl.constexpr(64)
 
 
 @gluon.jit

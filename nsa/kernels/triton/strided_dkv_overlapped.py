@@ -86,9 +86,8 @@ def add_rows(
     PARTS_V: gl.constexpr = DV // WIDTH
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    r = gl.arange(
-        0, BM, gl.BlockedLayout([1], [32], [4], [0])
-    )  # loads have an address a thread, as long as they are under way
+    # Loads have an address a thread, as long as they are under way.
+    r = gl.arange(0, BM, gl.BlockedLayout([1], [32], [4], [0]))
     for j in range(lo, hi):
         at = j % STAGES
         t = t_lo + j * (BM // h)

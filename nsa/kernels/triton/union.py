@@ -161,9 +161,8 @@ def union_forward(
         base = (s0 + first - FIRST) * G * n_sel + g * room
         e = tl.arange(0, U * NS)
         block = tl.load(BLOCKS + base + e, mask=e < room, other=NO_BLOCK)
-        behind = tl.sum(
-            (block < (first + 1) // L_SEL).to(tl.int32), 0
-        )  # blocks that end before every query of the tile
+        # Blocks that end before every query of the tile.
+        behind = tl.sum((block < (first + 1) // L_SEL).to(tl.int32), 0)
         count = tl.sum((block < NO_BLOCK).to(tl.int32), 0)
         for i in tl.range(0, behind * SUB):
             acc0, acc1, total, top = _attend_to(

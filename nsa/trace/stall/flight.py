@@ -9,10 +9,8 @@ import torch
 
 from nsa.trace.files import write_atomically
 
-BUFFER_VARIABLES = (
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-)  # the second is its name before torch 2.9
+# The second is its name before torch 2.9.
+BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def is_recording() -> bool:

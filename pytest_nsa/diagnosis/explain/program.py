@@ -24,9 +24,8 @@ from pytest_nsa.evidence.source import Sources, file_name
 from pytest_nsa.evidence.values import RankEvidence
 
 Loop = ast.For | ast.While
-LEAVES = (
-    ast.Return | ast.Raise | ast.Continue | ast.Break
-)  # statements after which the rest of their block does not run
+# Statements after which the rest of their block does not run.
+LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
 
 
 class Order(enum.Enum):

@@ -169,9 +169,8 @@ def _blocked_child(rank: RankEvidence) -> Activity | None:
 def _pool(rank: RankEvidence) -> Activity | None:
     """Find that the rank waits for a result of a pool of processes."""
     number, files = len(rank.process.get("children", ())), _library_files(rank)
-    if any(
-        file.endswith("/concurrent/futures/_base.py") for file in files
-    ):  # a future's result: of threads, or of processes
+    # A future's result: of threads, or of processes.
+    if any(file.endswith("/concurrent/futures/_base.py") for file in files):
         files = [frame.file for thread in rank.threads for frame in thread.frames]
     if not number or not any(file.endswith(_POOL_FILES) for file in files):
         return None

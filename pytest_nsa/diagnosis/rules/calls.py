@@ -102,9 +102,8 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         left = origin_of_extra(evidence, ranks, mine) or left
         reason += left.since
     reason += exhausted_loaders(evidence, culprits, cause)
-    where = left.where or next(
-        filter(None, (last_seen(evidence.ranks[r]) for r in entered)), ""
-    )  # the call was not made from a user's line
+    # Without the former, the call was not made from a user's line.
+    where = left.where or next(filter(None, (last_seen(evidence.ranks[r]) for r in entered)), "")
     calls = () if are_waiting else tuple(
         Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", text=f"entered {c.describe()} in step {c.step}")
         for r, c in sorted(entered.items())

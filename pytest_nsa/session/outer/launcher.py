@@ -79,9 +79,8 @@ class Attachment:
             return ""
         missing = [name for name in ours if name not in theirs]
         more = [name for name in theirs if name not in ours]
-        what = [f"it lacks {', '.join(missing[:5])}"] * bool(missing) + [f"it has {', '.join(more[:5])} too"] * bool(
-            more
-        )
+        what = [f"it lacks {', '.join(missing[:5])}"] if missing else []
+        what += [f"it has {', '.join(more[:5])} too"] if more else []
         order = "the same in another order (pytest-randomly: give --randomly-seed=N)"
         return (
             f"rank {rank}'s process collected other tests on ranks than rank 0's: "
