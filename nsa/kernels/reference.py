@@ -42,14 +42,7 @@ def weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def compressed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    l: int,
-    d: int,
-    l_sel: int,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the compressed branch and the importance that it gives to selection blocks.
 

@@ -232,12 +232,7 @@ class Watcher:
 
 
 def watch(
-    folders: Iterable[Path],
-    *,
-    as_json: bool,
-    once: bool,
-    command: VerdictCommand | None,
-    metrics: Path | None,
+    folders: Iterable[Path], *, as_json: bool, once: bool, command: VerdictCommand | None, metrics: Path | None
 ) -> int:
     """Follow until every rank has ended, or Ctrl-C. Return 0 without a verdict at the end, 1 with one, 2 without a rank.
 

@@ -324,11 +324,7 @@ def _ring(ring: Mapping[str, Any], data: bytes, entered: int, phases: list[str])
     found = []
     for index in range(max(0, entered - ring["size"]), entered):
         values = dict(
-            zip(
-                names,
-                record.unpack_from(data, ring["offset"] + (index % ring["size"]) * ring["stride"]),
-                strict=True,
-            )
+            zip(names, record.unpack_from(data, ring["offset"] + (index % ring["size"]) * ring["stride"]), strict=True)
         )
         if values.pop("commit") != index + 1:
             continue  # incomplete: it is being written

@@ -70,12 +70,7 @@ class FSDP(Group):
     wrap_by_hook: WrapByHook = field(default=_no_hook, repr=False, compare=False)
 
     def wrap(
-        self,
-        model: nn.Module,
-        *,
-        blocks: list[nn.Module] | None = None,
-        version: int | None = None,
-        **options: Any,
+        self, model: nn.Module, *, blocks: list[nn.Module] | None = None, version: int | None = None, **options: Any
     ) -> nn.Module:
         """Return ``model`` sharded over the group, each of ``blocks`` a unit (default: the items of its ModuleLists).
 

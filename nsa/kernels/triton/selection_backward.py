@@ -14,16 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import (
-    load_two,
-    part_of,
-    picks_there,
-    product,
-    store_part,
-    store_two,
-    tokens_of,
-    zeros_two,
-)
+from nsa.kernels.triton.rows import load_two, part_of, picks_there, product, store_part, store_two, tokens_of, zeros_two
 from nsa.kernels.triton.strided_backward import rows_give
 
 

@@ -11,13 +11,7 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import (
-    lists,
-    selection_backward,
-    selection_forward,
-    selection_forward_tma,
-    union,
-)
+from nsa.kernels.triton import lists, selection_backward, selection_forward, selection_forward_tma, union
 from nsa.kernels.triton.branches import Pair, Rows
 from nsa.kernels.triton.launch import (
     COPIED,

@@ -111,21 +111,7 @@ def strided_dq(
 
 @triton.jit
 def rows_give(
-    p,
-    v0,
-    v1,
-    dk0,
-    dk1,
-    dv0,
-    dv1,
-    q0,
-    q1,
-    do0,
-    do1,
-    delta,
-    D1: tl.constexpr,
-    E1: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, D1: tl.constexpr, E1: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Add to dk and dv what rows of gated probabilities p^T [keys, rows] give; return ds^T, too. All stays in registers, nothing
     is transposed.

@@ -17,15 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import (
-    add_product,
-    load_two,
-    product,
-    queries_of,
-    store_attention,
-    tokens_of,
-    zeros_two,
-)
+from nsa.kernels.triton.rows import add_product, load_two, product, queries_of, store_attention, tokens_of, zeros_two
 from nsa.kernels.triton.selection_forward import gate_and_store
 
 NO_BLOCK = tl.constexpr(1 << 30)

@@ -74,11 +74,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="nsa-heartbeat", daemon=True)
         self._late = 0.0
         self._start = f'"rank": {rank}, "pid": {os.getpid()}'
-        self._resident, self._on_gpu, self._memory_read = (
-            "null",
-            '"cuda_allocated_mib": null, "cuda_reserved_mib": null',
-            0.0,
-        )
+        self._resident, self._memory_read = "null", 0.0
+        self._on_gpu = '"cuda_allocated_mib": null, "cuda_reserved_mib": null'
 
     def start(self) -> None:
         """Start to beat, and to watch the main thread."""
