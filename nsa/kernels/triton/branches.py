@@ -47,6 +47,11 @@ FEW = 1024  # programs of dk and dv below which queries are cut into segments
 MOST_SEGMENTS, LEAST_SEGMENT = 16, 128
 
 
+def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors [B, S, ...] as [B * S, ...], contiguous."""
+    return [x.contiguous().flatten(0, 1) for x in tensors]
+
+
 class Rows(NamedTuple):
     """What the backward needs of each query and head (`gates`): log-sum-exp with the gate in it and delta, float32 [T, H] or, of
     all branches, [3, T, H].

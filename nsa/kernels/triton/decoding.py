@@ -8,11 +8,10 @@ import triton
 from nsa.kernels import blocks
 from nsa.kernels.triton import decode
 from nsa.kernels.triton.block_schedule import steps_of
+from nsa.kernels.triton.branches import Pair
 from nsa.kernels.triton.launch import LOG2E, head_dims, launch
 from nsa.kernels.triton.selection_schedule import Selection
 from nsa.kernels.triton.tiles import widths
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
 KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32

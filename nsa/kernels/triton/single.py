@@ -7,17 +7,12 @@ import triton
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import block_schedule, branches, pick_blocks, selection_schedule, sequences
-from nsa.kernels.triton.branches import Places
+from nsa.kernels.triton.branches import Pair, Places, flat
 from nsa.kernels.triton.launch import launch
 from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x.contiguous().flatten(0, 1) for x in tensors]
 
 
 def _batch(q: torch.Tensor, l: int = 1, d: int = 1, l_sel: int = 1, bytes_of_parts: int = 0) -> Sequences:
@@ -28,7 +23,7 @@ def _strided_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqs: Sequences, places: Places, scale: float
 ) -> Pair:
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
-    flat_q, flat_k, flat_v = _flat(q, k, v)
+    flat_q, flat_k, flat_v = flat(q, k, v)
     branches.strided_forward(flat_q, flat_k, flat_v, seqs, places, scale, out.flatten(0, 1), lse.flatten(0, 1))
     return out, lse
 
@@ -37,7 +32,7 @@ def _strided_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     seqs: Sequences, places: Places, scale: float,
 ) -> Triple:  # fmt: skip
-    grad, flat_q, flat_k, flat_v, out, lse = _flat(grad, q, k, v, out, lse)
+    grad, flat_q, flat_k, flat_v, out, lse = flat(grad, q, k, v, out, lse)
     dq = torch.empty_like(flat_q)
     given = grad, flat_q, flat_k, flat_v, branches.row_sums(grad, out, lse)
     branches.strided_dq(*given, dq, seqs, places, scale, add=False)
@@ -67,9 +62,9 @@ def compressed_forward(
     selection = Selection(l_sel, 1, blocks.num_selection(q.shape[1], l_sel))
     # Zero where the kernel writes nothing: behind a query's own block.
     importance = q.new_zeros(*q.shape[:2], k.shape[2], selection.n_blocks, dtype=torch.float32)
-    flat_q, flat_k, flat_lse, flat = _flat(q, k, lse, importance)
+    flat_q, flat_k, flat_lse, flat_importance = flat(q, k, lse, importance)
     block_schedule.block_importance(
-        flat_q, flat_k, v.shape[-1], flat_lse, seqs, seqs.ranges[0], places, selection, l, scale, flat
+        flat_q, flat_k, v.shape[-1], flat_lse, seqs, seqs.ranges[0], places, selection, l, scale, flat_importance
     )
     return out, lse, importance
 
@@ -121,7 +116,7 @@ def selected_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float
 ) -> Pair:
     """As `nsa.kernels.cpu.selected.selected_forward`."""
-    flat_q, flat_k, flat_v = _flat(q, k, v)
+    flat_q, flat_k, flat_v = flat(q, k, v)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
     seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selection_schedule.parts_bytes(flat_q, v.shape[-1], selection))
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -139,7 +134,7 @@ def selected_backward(
     chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float,
 ) -> Triple:  # fmt: skip
     """As `cpu_selected.selected_backward`."""
-    grad, flat_q, flat_k, flat_v, out, lse = _flat(grad, q, k, v, out, lse)
+    grad, flat_q, flat_k, flat_v, out, lse = flat(grad, q, k, v, out, lse)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
     seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selection_schedule.parts_bytes(flat_q, v.shape[-1], selection))
     picks, rows, dq = picks_of(chosen, selection.n_sel), branches.row_sums(grad, out, lse), torch.empty_like(flat_q)

@@ -17,12 +17,9 @@ import torch
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences
+from nsa.kernels.triton.branches import Pair, flat
 from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 MOST_BLOCKS = 1 << 15  # of a sequence: a pick and its query are one sortable number of 30 bits
 MOST_HEADS = 128  # of a group: sums of their probabilities are float16's
@@ -97,10 +94,6 @@ def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
     )  # fmt: skip
 
 
-def _flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x.contiguous().flatten(0, 1) for x in tensors]
-
-
 def forward(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes
 ) -> tuple[torch.Tensor, Kept]:
@@ -108,10 +101,7 @@ def forward(
     kept = empty_kept(q, sel[1], cu_seqlens, sizes)
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     out = q.new_empty(*q.shape[:3], sel[1].shape[-1])
-    (flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates), flat_out = (
-        _flat(q, *cmp, *sel, *win, gates),
-        out.flatten(0, 1),
-    )
+    flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat(q, *cmp, *sel, *win, gates)
     places, scale = branches.compression(sizes.l, sizes.d), sizes.scale
     branches.strided_forward(flat_q, k_cmp, v_cmp, seqs, places, scale, kept.o_cmp, kept.lse[0])
     branches.strided_forward(flat_q, k_win, v_win, seqs, branches.window(sizes.w), scale, kept.o_win, kept.lse[2])
@@ -128,7 +118,7 @@ def forward(
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
         selection_schedule.attend(
             flat_q, k_sel, v_sel, kept.picks, entries, totals, seqs, at, selection, scale, kept.o_sel, kept.lse[1],
-            (kept.o_cmp, kept.o_win, flat_gates, flat_out),
+            (kept.o_cmp, kept.o_win, flat_gates, out.flatten(0, 1)),
         )  # fmt: skip
     return out, kept
 
@@ -154,8 +144,7 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return gradients of q, keys and values in the order of the arguments, and gates."""
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
-    flat = _flat(grad, q, *cmp, *sel, *win, gates)
-    flat_grad, flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat
+    flat_grad, flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat(grad, q, *cmp, *sel, *win, gates)
     d_gates, rows = branches.gates_backward(flat_grad, (kept.o_cmp, kept.o_sel, kept.o_win), flat_gates, kept.lse)
     dq, G, scale = torch.empty_like(flat_q), k_sel.shape[1], sizes.scale
     strided = ((0, k_cmp, v_cmp, branches.compression(sizes.l, sizes.d)), (2, k_win, v_win, branches.window(sizes.w)))
