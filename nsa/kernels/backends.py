@@ -34,16 +34,8 @@ class Branches(Protocol):
         """As `blocks.select`."""
 
     def selected(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chosen: torch.Tensor,
-        *,
-        l_sel: int,
-        n_sel: int,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
+    ) -> torch.Tensor:  # fmt: skip
         """Output."""
 
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:

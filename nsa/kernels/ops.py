@@ -150,31 +150,11 @@ def _(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.T
 @torch.library.custom_op("nsa::selected", mutates_args=())
 @plainly
 def selected(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    chosen: torch.Tensor,
-    l_sel: int,
-    n_sel: int,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output [B, S, H, Dv] and log-sum-exp [B, S, H]; chosen bool [B, S, G, Ns], as `blocks.select` makes it."""
     return _contiguous(*_module(backend, "selected").selected_forward(q, k, v, chosen, l_sel, n_sel, scale))
-
-
-@selected.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    chosen: torch.Tensor,
-    l_sel: int,
-    n_sel: int,
-    scale: float,
-    backend: str,
-) -> Pair:
-    return _output(q, v), q.new_empty(q.shape[:3], dtype=blocks.wide(q.dtype))
 
 
 @torch.library.custom_op("nsa::selected_backward", mutates_args=())
@@ -217,8 +197,9 @@ def sliding(
     return _contiguous(*_module(backend, "sliding").sliding_forward(q, k, v, w, scale))
 
 
+@selected.register_fake
 @sliding.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, backend: str) -> Pair:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Pair:
     return _output(q, v), q.new_empty(q.shape[:3], dtype=blocks.wide(q.dtype))
 
 
@@ -343,16 +324,8 @@ class Operators:
         return out, importance
 
     def selected(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chosen: torch.Tensor,
-        *,
-        l_sel: int,
-        n_sel: int,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
+    ) -> torch.Tensor:  # fmt: skip
         """As `reference.selected`."""
         q, scale = self._scores(q, scale)
         return selected(q, k, v, chosen, l_sel, min(n_sel, chosen.shape[3]), scale, self.backend)[0]
