@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 import torch
-from figures import keep
+from figures import keep, parser_of
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,12 +120,11 @@ def counted(lengths: list[int]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a process (default: 3)")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -16,7 +16,6 @@ index is in its name), by unions and by block. Without a GPU, `--dry-run` runs t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -25,14 +24,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from ahead import compile_ahead
 from attention_peers import cudnn_nsa, fla, flash_attn, flex, fused
-from figures import environment
+from figures import environment, parser_of
 
 from nsa import nsa_attention
 from nsa.kernels import blocks, ops
@@ -293,7 +291,7 @@ def over_fastest(way: str, ms: dict[str, float]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, keep: each length as it is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 65536, 2048, 32768])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -301,7 +299,6 @@ def main() -> None:
     parser.add_argument(
         "--parts", type=int, metavar="MIB", help="of the selected branch that exist at once (default: 3072)"
     )
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--dry-run", action="store_true", help="without a GPU, in Triton's interpreter; nothing is kept"
     )

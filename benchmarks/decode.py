@@ -11,14 +11,12 @@ merge in one kernel: "in four kernels" is the same without it, measured for one 
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from attention_gpu import DEVICE, OTHER_SIZES, SHAPES, SIZES, Call, captured, timed
-from figures import keep
+from figures import keep, parser_of
 
 from nsa.kernels import blocks
 from nsa.kernels.sizes import Sizes
@@ -64,10 +62,9 @@ def calls(shape: tuple[int, int, int, int], S: int, T: int) -> dict[str, Call]:
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     of_paper = {name: shape for name, shape in SHAPES.items() if name not in OTHER_SIZES}

@@ -9,7 +9,6 @@ two ranks have left is taken before it is deleted. Time to the verdict is from a
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import statistics
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from figures import keep
+from figures import keep, parser_of
 
 PLAIN = "import pytest\n\n@pytest.mark.parametrize('n', range(1000))\ndef test_plain(n):\n    assert n >= 0\n"
 STARTS = """
@@ -127,9 +126,8 @@ def times_to_verdict(rounds: int) -> list[float]:
 
 def main() -> None:
     """Read the command line, run, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     figures = {
         "plain_test": paired(PLAIN, arguments.rounds, 1000),

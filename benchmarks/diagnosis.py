@@ -12,7 +12,6 @@ pytest-timeout alone (6 s), and with what the field looks at: torch's flight rec
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -32,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from figures import keep
+from figures import keep, parser_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -219,13 +218,12 @@ def compare_tools(all_faults: list[tuple[str, str, Any, str]], workers: int) -> 
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
     parser.add_argument(
         "--tools", type=int, nargs="?", const=1, default=0, metavar="N",
         help="also what others say without this plugin, of every Nth fault (default: of all)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--work", type=Path, help="a file that keeps each module's results: after an interrupt it goes on there"
     )

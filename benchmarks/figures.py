@@ -1,7 +1,8 @@
-"""What every benchmark does with its figures: add the machine and the versions, print them, keep them where a path is given."""
+"""What every benchmark does with its figures: add the machine and the versions, print them, keep them where ``--json`` names."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import time
@@ -11,6 +12,13 @@ from typing import Any
 import torch
 
 from nsa.trace.strict_json import to_json
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a benchmark's options with ``--json``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    return parser
 
 
 def environment() -> dict[str, Any]:

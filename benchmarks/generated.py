@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from figures import keep
+from figures import keep, parser_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests_cpu.faults.recorded import GENERATED, folders_of, pack
@@ -98,11 +97,10 @@ def measure(
     description: str | None, program: Callable[[int, random.Random], Program], head: str, *, count_passed: bool
 ) -> None:
     """Read the command line, generate, run, print, keep."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description)
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--programs", type=int, default=60)
     parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", default="", metavar="NAME", help="keep the evidence, to fit the weights to")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)

@@ -14,7 +14,6 @@ imports and ranks. Those of torchrun and spawn are whole, as every test pays the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -29,7 +28,7 @@ from xml.etree import ElementTree
 import counts
 import torch
 import torch.distributed as dist
-from figures import keep
+from figures import keep, parser_of
 
 HERE = Path(__file__).parent
 OURS = """\
@@ -211,10 +210,9 @@ def memory_and_zygote() -> tuple[dict[str, float], str]:
 
 def main() -> None:
     """Measure, print, and keep what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="how often the ways take turns (default: 3)")
     parser.add_argument("--only", help="measure only ways whose name holds this, beside the floor and pytest-nsa")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--check", action="store_true", help="count, compare with harness_counts.json, and fail where a row is worse"
     )

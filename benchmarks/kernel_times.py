@@ -8,16 +8,14 @@ name are added: the window's and the compressed branch's are the same program.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import decode
 import torch
 from ahead import compile_ahead
 from attention_gpu import DEVICE, DTYPE, OTHER_SIZES, SHAPES, Call, both_ways, contenders, sizes_of
-from figures import environment, keep
+from figures import environment, keep, parser_of
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.kernels.triton.tiles import capability
@@ -45,10 +43,9 @@ def kernels_of(call: Call) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 8192])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     if DEVICE != "cuda":
         sys.exit("kernel_times.py: no GPU here, and its profiler is what measures")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import keep
+from figures import keep, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY = {
@@ -105,12 +105,11 @@ def draw(curves: dict[str, dict[str, list[list[float]]]], titles: dict[str, str]
 
 def main() -> None:
     """Train, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of prose (default: 400)")
     parser.add_argument("--copy-steps", type=int, default=1000, help="of copying (default: 1000)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default: 2)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--svg", type=Path, help="draw the losses here")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

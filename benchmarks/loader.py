@@ -8,14 +8,13 @@ rounds that take turns. Where the `tokenizers` library is installed, a tokenizer
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from figures import keep
+from figures import keep, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROSE = ROOT / "examples" / "data" / "kjv.parquet"
@@ -69,9 +68,8 @@ def rate(path: Path, workers: int, tokenizer: str) -> float:
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -15,10 +15,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
-from figures import keep
+from figures import keep, parser_of
 
 from nsa.model.loss import LOGITS_BYTES, linear_cross_entropy
 
@@ -73,13 +72,12 @@ def measure(tokens: int, dim: int, vocabularies: list[int], rounds: int) -> dict
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[256, 50_257])
     parser.add_argument("--rounds", type=int, default=3, help="how often the ways take turns (default: 3)")
     parser.add_argument("--one", nargs=2, metavar=("VOCABULARY", "WAY"), help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(one(arguments.tokens, arguments.dim, int(arguments.one[0]), arguments.one[1])))

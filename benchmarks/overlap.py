@@ -11,14 +11,13 @@ the two latest), as these agree by rule.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from figures import keep
+from figures import keep, parser_of
 
 from nsa.config import load_config
 from nsa.data import Position, batches, open_source
@@ -78,9 +77,8 @@ def settings(length: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, train, measure, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="of training (default: 20)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     config = load_config(ROOT / "configs" / "m7c_125m_2xa100_production.yaml", **settings(TRAINED))
     with tempfile.TemporaryDirectory() as folder:

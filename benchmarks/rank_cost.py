@@ -17,7 +17,6 @@ costs once is in both. Time by the clock varies with what else the machine does;
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import statistics
@@ -26,7 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from figures import keep
+from figures import keep, parser_of
 
 FEW, MANY = 4, 104  # tests
 MORE = {"plain": 1004, "pytest-nsa, reuse": 304}  # of what is quick: the start of a session varies by half a second
@@ -199,9 +198,8 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure, print, and keep what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="how often the ways take turns (default: 3)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     found = measure(arguments.rounds)
     print("| a two-rank test | ms of CPU time | in the kernel | minor faults | of the floor |")

@@ -8,7 +8,6 @@ host stay flat. It prints the figures; ``--json FILE`` keeps them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree
 
-from figures import keep
+from figures import keep, parser_of
 
 TESTS = """\
 import os, signal, subprocess, sys
@@ -94,11 +93,10 @@ def left_behind() -> list[str]:
 
 def main() -> None:
     """Run, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tests", type=int, default=2000, help="two-rank tests in a row (default: 2000)")
     parser.add_argument("--workers", type=int, default=4, help="xdist workers for the second part (default: 4)")
     parser.add_argument("--times", type=int, default=3, help="how often the second part runs (default: 3)")
-    parser.add_argument("--json", type=Path, help="write what was seen here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from figures import keep
+from figures import keep, parser_of
 from torch.nn.parallel import DistributedDataParallel
 
 WARM, PAIRS = 50, 400
@@ -95,8 +94,7 @@ def collective_cost() -> dict[str, float]:
 
 def main() -> None:
     """Measure each case in a process of its own, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = parser_of(__doc__)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from figures import keep
+from figures import keep, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("noise", "traced", "checksums")
@@ -95,9 +95,8 @@ def _measured_apart(way: str, which_is_traced: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of processes for each way (default: 5)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--which-is-traced", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import keep
+from figures import keep, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM, STEPS = 2, 5
@@ -128,13 +128,12 @@ def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict
 
 def main() -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--gpu", action="store_true", help="production's size, on a GPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all, on a GPU those in one process")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a sequence (default: two of the device's)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -10,7 +10,6 @@ differ, the program is run three times more in each mode, as some races end in m
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -27,7 +26,7 @@ from typing import Any
 import schedules
 import torch
 import torch.distributed as dist
-from figures import keep
+from figures import keep, parser_of
 
 LIMIT_S = 10.0
 AFTER_ABORT_S = 3.0  # for the other ranks to end
@@ -126,12 +125,11 @@ def compare(paths: list[Path], jobs: int) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line, run, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="programs (default: generated ones)")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--programs", type=int, default=120)
     parser.add_argument("--jobs", type=int, default=6, help="programs at a time (default: 6)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
