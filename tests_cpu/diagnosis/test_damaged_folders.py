@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pytest_nsa.cli.main import main
 from tests_cpu.diagnosis.test_strangers import contents
 from tests_cpu.faults.recorded import unpack
 
+Damage = Callable[[Path, random.Random], object]
 LIMIT_S = 60
 MEMORY = 1 << 30  # bytes that a command may add to those of this process
 IMAGE, TITLE = "<img src=x onerror=x>", "\x1b]0;owned\x07"
@@ -100,7 +101,7 @@ def a_number(path: Path, draw: random.Random) -> None:
         path.write_bytes(text[:begin] + draw.choice((LARGE, "NaN", "1e400", "-1", "1e300")).encode() + text[end:])
 
 
-def in_place(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
+def in_place(make: Callable[[Path], object]) -> Damage:
     def damage(path: Path, draw: random.Random) -> None:
         path.unlink()
         make(path)
@@ -113,7 +114,7 @@ def sparse(path: Path) -> None:
         file.truncate(HUGE)
 
 
-DAMAGES: tuple[Callable[[Path, random.Random], object], ...] = (
+DAMAGES: tuple[Damage, ...] = (
     in_json, in_json, in_json, in_json, in_json, cut, in_bytes, a_number,
     in_place(Path.mkdir), in_place(os.mkfifo), in_place(sparse), in_place(lambda path: None),
     in_place(lambda path: path.write_text("[" * 200_000)), in_place(lambda path: path.write_text('{"a":' * 50_000)),
@@ -125,6 +126,13 @@ DAMAGES: tuple[Callable[[Path, random.Random], object], ...] = (
 
 def outside(path: Path) -> Path:
     return next(parent for parent in path.parents if (parent / "outside").is_dir()) / "outside"
+
+
+def damage_a_file(folder: Path, draw: random.Random, kinds: Sequence[Damage] = DAMAGES) -> None:
+    """Damage a file of the folder itself: through a link the damage would be done outside of it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    small = [path for path in files if path.stat().st_size < 1 << 24 and path.suffix != ".html"]
+    draw.choice(kinds)(draw.choice(small), draw)
 
 
 def of_folders(run: Path, draw: random.Random) -> None:
@@ -159,9 +167,7 @@ def damaged(good: Path, root: Path, seed: int) -> Path:
     run = root / "artifacts" / good.name
     shutil.copytree(good, run)
     for _ in range(draw.choice((1, 1, 2, 5, 20))):
-        files = sorted(path for path in run.rglob("*") if path.is_file() and not path.is_symlink())
-        small = [path for path in files if path.stat().st_size < 1 << 24 and path.suffix != ".html"]
-        draw.choice(DAMAGES)(draw.choice(small), draw)
+        damage_a_file(run, draw)
     if draw.random() < 0.4:
         of_folders(run, draw)
     return run

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,10 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.shapes import read_beats, read_events
 from pytest_nsa.wire.files import read_lines
 from pytest_nsa.wire.messages import Job
+from tests_cpu.diagnosis.test_damaged_folders import DAMAGES, a_part_of, damage_a_file
 from tests_cpu.faults.recorded import unpack
 
 MODULES = ("groups_and_meshes", "crashes_and_exits", "waits_and_io", "training_steps", "collectives_on_devices")
-ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1 << 62, 10**30, 1e308, float("nan"), "", "x", "\x1b]0;title\x07", "rank", [], [[]], {}, {"": None},
-    [None, 1],
-    {"step": "x"}, "\ud800",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,126 +31,43 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/*/job.json"))
 
 
-def nested(depth: int) -> str:
-    return "[" * depth + "]" * depth
-
-
-def any_file(folder: Path, chance: random.Random) -> Path:
-    """Return a file of the folder itself: through a link the next damage would be done outside of it."""
-    return chance.choice(sorted(p for p in folder.rglob("*") if is_own(p) and p.stat().st_size < 1 << 20))
-
-
-def is_own(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def bytes_changed(folder: Path, chance: random.Random) -> None:
-    path = any_file(folder, chance)
-    data = bytearray(path.read_bytes())
-    for _ in range(chance.choice((1, 4, 100)) if data else 0):
-        data[chance.randrange(len(data))] = chance.randrange(256)
-    path.write_bytes(data)
-
-
-def cut_short(folder: Path, chance: random.Random) -> None:
-    path = any_file(folder, chance)
-    os.truncate(path, chance.randrange(path.stat().st_size + 1))
-
-
-def gone(folder: Path, chance: random.Random) -> None:
-    any_file(folder, chance).unlink()
-
-
-def doubled(folder: Path, chance: random.Random) -> None:
-    path = any_file(folder, chance)
+def doubled(path: Path, draw: random.Random) -> None:
     path.write_bytes(path.read_bytes() * 2)
 
 
-def another_s(folder: Path, chance: random.Random) -> None:
-    """Overwrite a file with the content of another one."""
-    path, other = any_file(folder, chance), any_file(folder, chance)
-    path.write_bytes(other.read_bytes())
+def as_a_neighbour(path: Path, draw: random.Random) -> None:
+    """Overwrite a file with the content of one of its neighbours."""
+    files = sorted(other for other in path.parent.iterdir() if other.is_file() and not other.is_symlink())
+    small = [other for other in files if other.stat().st_size < 1 << 24]
+    path.write_bytes(draw.choice(small).read_bytes())
 
 
-def value_changed(folder: Path, chance: random.Random) -> None:
-    """Give values of a JSON file another type, or remove them."""
-    path = chance.choice(sorted(p for p in folder.rglob("*.json*") if is_own(p) and p.stat().st_size < 1 << 20))
-    lines = path.read_text(errors="replace").splitlines()
-    for _ in range(chance.choice((1, 3, 20)) if lines else 0):
-        at = chance.randrange(len(lines))
-        try:
-            record = json.loads(lines[at])
-        except (ValueError, RecursionError):
-            continue
-        inner = record
-        while isinstance(inner, dict) and inner:
-            name = chance.choice(sorted(inner))
-            if isinstance(inner[name], dict) and chance.random() < 0.5:
-                inner = inner[name]
-                continue
-            if chance.random() < 0.2:
-                del inner[name]
-            else:
-                inner[name] = chance.choice(ODD)
-            break
-        lines[at] = json.dumps(record)
-    path.write_text("\n".join(lines) + "\n", errors="replace")
-
-
-def board_s_header_changed(folder: Path, chance: random.Random) -> None:
-    """Change the layout in a board's header."""
-    path = chance.choice(sorted(path for path in folder.rglob("board.bin") if is_own(path)) or [folder / "job.json"])
-    if not is_own(path):
+def in_the_header(path: Path, draw: random.Random) -> None:
+    """Change the layout in the header of the board next to a file, if there is one."""
+    path = path.with_name("board.bin")
+    if not path.is_file() or path.is_symlink():
         return
     data = path.read_bytes()
     try:
-        layout = json.loads(data[:4096].rstrip(b"\0 "))
+        layout = a_part_of(json.loads(data[:4096].rstrip(b"\0 ")), draw)
     except (ValueError, RecursionError):  # damaged before
         return
-    inner: Any = layout
-    while isinstance(inner, dict | list) and inner:
-        name = chance.choice(sorted(inner)) if isinstance(inner, dict) else chance.randrange(len(inner))
-        if isinstance(inner[name], dict | list) and chance.random() < 0.7:
-            inner = inner[name]
-            continue
-        inner[name] = chance.choice(ODD)
-        break
     path.write_bytes(json.dumps(layout).encode()[:4096].ljust(4096, b"\0") + data[4096:])
 
 
-def not_a_file(folder: Path, chance: random.Random) -> None:
-    path = any_file(folder, chance)
-    path.unlink()
-    kind = chance.choice(("pipe", "folder", "link to a device", "link out", "link to itself", "sparse", "deep"))
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "sparse":
-        path.touch()
-        os.truncate(path, 20 << 30)
-    elif kind == "deep":
-        path.write_text(nested(100_000) + "\n" + '{"event": ' + nested(5000) + "}\n")
-    else:
-        path.symlink_to({"link to a device": "/dev/zero", "link out": "/etc/passwd", "link to itself": path}[kind])
-
-
-DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
-    bytes_changed, cut_short, gone, doubled, another_s, value_changed, value_changed, value_changed, board_s_header_changed,
-    not_a_file,
-)  # fmt: skip
+KINDS = (*DAMAGES, doubled, as_a_neighbour, in_the_header, in_the_header)
 
 
 def damage(count: int, recorded: list[Path], tmp_path: Path, seed: int) -> None:
     """Read ``count`` damaged copies by ``diagnose``, with and without --html, and by ``watch``; a failure names its seed."""
+    (tmp_path / "outside").mkdir()
     for number in range(count):
         chance = random.Random(seed + number)
         folder = tmp_path / "run" / "damaged"
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(chance.choice(recorded), folder)
         for _ in range(chance.choice((1, 1, 2, 5))):
-            with contextlib.suppress(OSError, MemoryError):  # a file that an earlier change has made unreadable
-                chance.choice(DAMAGES)(folder, chance)
+            damage_a_file(folder, chance, KINDS)
         try:
             assert main(["diagnose", str(folder)]) in (0, 1, 2)
             assert main(["diagnose", "--html", str(folder)]) in (0, 1, 2)
