@@ -21,8 +21,8 @@ def start_session(warm: WarmPython, folder: Path, source: str, *options: str) ->
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Wait for ``condition`` while ``process`` runs; a minute at most."""
-    deadline = time.monotonic() + 60
+    """Wait for ``condition`` while ``process`` runs; 90 s at most."""
+    deadline = time.monotonic() + 90
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

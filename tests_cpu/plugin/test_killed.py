@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.testing import HEADER, read_result
 from pytest_nsa.wire.files import read_lines
+from tests_cpu.plugin.sessions import wait_for
 from tests_cpu.warm import WarmPython
 
 SLEEPS = """
@@ -53,14 +53,6 @@ def session(warm: WarmPython, tmp_path: Path, request: pytest.FixtureRequest) ->
     process.wait()
 
 
-def wait_until(process: subprocess.Popen[str], seen: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 90
-    while not seen():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def diagnosed(run: Path) -> dict[str, object]:
     command = [sys.executable, "-m", "pytest_nsa", "diagnose", str(run), "--json"]
     done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
@@ -75,7 +67,7 @@ SLOW = [pytest.param(killed, marks=pytest.mark.slow) for killed in ("all", "zygo
 @pytest.mark.parametrize("killed", ["host", "zygote", *SLOW])
 def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[str], killed: str) -> None:
     run = tmp_path / "artifacts" / "latest"
-    wait_until(session, lambda: list(run.glob("*test_waits*/suspicions.jsonl")))
+    wait_for(lambda: list(run.glob("*test_waits*/suspicions.jsonl")), session)
     pids = tree(session.pid)
     assert len(pids) == 4
     which = {"all": slice(None), "host": slice(1), "zygote": slice(1, 2), "zygote and ranks": slice(1, None)}[killed]
@@ -101,7 +93,7 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[str], momen
             return BoardReader(folder / moment).read() is not None
         return (folder / moment).exists()
 
-    wait_until(session, seen)
+    wait_for(seen, session)
     for pid in tree(session.pid):
         os.kill(pid, signal.SIGKILL)
     session.wait(60)
@@ -119,7 +111,7 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
         boards = [BoardReader(path).read() for path in run.glob("*test_waits*/rank*/board.bin")]
         return len(boards) == 2 and all(b is not None and b.numbers["collectives_entered"] > 100 for b in boards)
 
-    wait_until(session, both_have_reduced)
+    wait_for(both_have_reduced, session)
     for pid in tree(session.pid):
         os.kill(pid, signal.SIGKILL)
     session.wait(60)

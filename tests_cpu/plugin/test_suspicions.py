@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -306,32 +304,6 @@ def test_the_report_shows_in_a_browser(pytester: pytest.Pytester, tmp_path: Path
     assert (tmp_path / "shot.png").stat().st_size > 10_000
     assert "CONSOLE" not in done.stderr
     assert len(re.findall(r"<text[^>]*>rank \d", page.read_text())) == 2  # a lane per rank
-
-
-@pytest.mark.slow
-def test_what_was_seen_outlives_a_killed_host(pytester: pytest.Pytester) -> None:
-    (pytester.path / "test_example.py").write_text(HEADER + STANDS.format(timeout=600, sleep=1000))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=pytester.path,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    latest = pytester.path / "artifacts" / "latest"
-    deadline = time.monotonic() + 60
-    while not list(latest.glob("*/suspicions.jsonl")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", str(latest), "--json"],
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    verdict = json.loads(done.stdout)
-    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
-    assert verdict["where"].startswith("test_example.py:")
 
 
 def test_the_flight_recorder_is_dumped_where_it_records(
