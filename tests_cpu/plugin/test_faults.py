@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
+from pytest_nsa.testing import HEADER, ExampleResult, run_in
 from tests_cpu.plugin.leftovers import processes_below
 from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
 from tests_cpu.warm import WarmPython
@@ -348,21 +348,6 @@ def test_diagnose_gives_the_same_from_the_folder(faults: tuple[ExampleResult, Pa
         assert f"{faults[0].verdicts[name].outcome}: " in block
         assert cause in block
         assert all(str(rank) in block for rank in ranks)
-
-
-def test_hang_after_ends_a_stall_early(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-@pytest.mark.timeout(100)
-def test_a(group):
-    if group.rank: time.sleep(1000)
-    dist.barrier()
-"""
-    result = run_example(pytester, source, "-o", "ranks_hang_after=1.5")
-    verdict = result.verdicts["test_a"]
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
-    assert not verdict.certain
-    assert verdict.duration_s < 50
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -40,6 +40,7 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     result = run_example(pytester, STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=5")
     verdict = result.verdicts["test_stands"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
+    assert not verdict.certain
     assert verdict.duration_s < 30
     native = [fact.text for fact in verdict.evidence if fact.kind == "native_stack"]
     assert len(native) == 2  # of each rank: what py-spy saw, or why there is nothing
