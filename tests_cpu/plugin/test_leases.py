@@ -67,18 +67,22 @@ def test_it(group, n, artifacts):
     assert not lease_folder.exists()
 
 
-@pytest.mark.slow
-def test_tests_that_share_may_meet_on_a_gpu(pytester: pytest.Pytester, lease_folder: Path, tmp_path: Path) -> None:
-    source = f"""
+# Each of two tests waits inside for the other.
+MEET = """
 @pytest.mark.parametrize("n", range(2))
-@gpu(count=4, share=True)
+@{mark}
 @world_size(1)
 def test_it(group, n):
     from pathlib import Path
-    (Path({str(tmp_path)!r}) / f"here{{n}}").touch()
-    while not (Path({str(tmp_path)!r}) / f"here{{1 - n}}").exists():
+    (Path({folder!r}) / f"here{{n}}").touch()
+    while not (Path({folder!r}) / f"here{{1 - n}}").exists():
         time.sleep(0.01)
 """
+
+
+@pytest.mark.slow
+def test_tests_that_share_may_meet_on_a_gpu(pytester: pytest.Pytester, lease_folder: Path, tmp_path: Path) -> None:
+    source = MEET.format(mark="gpu(count=4, share=True)", folder=str(tmp_path))
     assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
     assert not lease_folder.exists()
 
@@ -92,17 +96,7 @@ def one_gpu(lease_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_tests_whose_memory_fits_meet_on_a_gpu(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
-    """Each test waits inside for the other."""
-    source = f"""
-@pytest.mark.parametrize("n", range(2))
-@gpu(memory="8GiB")
-@world_size(1)
-def test_it(group, n):
-    from pathlib import Path
-    (Path({str(tmp_path)!r}) / f"here{{n}}").touch()
-    while not (Path({str(tmp_path)!r}) / f"here{{1 - n}}").exists():
-        time.sleep(0.01)
-"""
+    source = MEET.format(mark="gpu(memory='8GiB')", folder=str(tmp_path))
     assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
     assert not one_gpu.exists()
 
