@@ -30,6 +30,7 @@ from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StallClock
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
+from pytest_nsa.system.procfs import text_of
 from pytest_nsa.wire.files import append_line
 
 LOOK_S = 0.25
@@ -44,10 +45,7 @@ def folder_of(pid: int, rank: int | None = None) -> Path | None:
     """Return the folder of the board of a rank (None: of any) that a process has mapped; None if it maps no board, or is another
     user's.
     """
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return None
+    lines = text_of(Path(f"/proc/{pid}/maps")).splitlines()
     found = (match for line in lines if (match := _BOARD.search(line)))
     return next((Path(match[1]) for match in found if rank is None or int(match[2]) == rank), None)
 

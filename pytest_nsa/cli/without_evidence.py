@@ -23,9 +23,9 @@ from pytest_nsa.evidence.waiting import torch_wait
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.report.plain import visible
 from pytest_nsa.system import py_spy
-from pytest_nsa.system.procfs import ProcessState, began, children_of, difference, look_at, stat_of
+from pytest_nsa.system.procfs import ProcessState, began, children_of, difference, look_at, stat_of, text_of
 from pytest_nsa.system.tcp import socket_queues
-from pytest_nsa.wire.files import append_line, parse, read_text, write_atomically
+from pytest_nsa.wire.files import append_line, parse, write_atomically
 from pytest_nsa.wire.messages import Job
 
 BETWEEN_LOOKS_S = 2.0  # between two looks at a rank: a rank at the same location that did not compute is stalled
@@ -74,7 +74,7 @@ def _spawned(pid: int) -> dict[int, int]:
 
 
 def _arguments_of(pid: int) -> list[str]:
-    return read_text(Path(f"/proc/{pid}/cmdline")).split("\0")
+    return text_of(Path(f"/proc/{pid}/cmdline")).split("\0")
 
 
 def _parent(path: Path) -> int:

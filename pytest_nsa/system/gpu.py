@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.system.procfs import text_of
+
 LIMIT_S = 5.0
 FREED_S, FREED_POLL_S = 10.0, 0.05
 SLACK = 256 << 20  # bytes that the driver may keep of a process that has ended
@@ -38,11 +40,7 @@ def nvml() -> Any:
 
 def driver_version() -> str:
     """Return the version of NVIDIA's driver; '' without one."""
-    try:
-        text = (_DRIVER / "version").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", text)
+    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", text_of(_DRIVER / "version"))
     return found[1] if found else ""
 
 
@@ -50,9 +48,8 @@ def gpu_names() -> list[str]:
     """Return the model of each GPU as the driver names it; [] without one."""
     names = []
     for path in sorted((_DRIVER / "gpus").glob("*/information")):
-        with contextlib.suppress(OSError):
-            found = re.search(r"^Model:\s*(.+)$", path.read_text(encoding="utf-8", errors="replace"), re.M)
-            names += [found[1].strip()] if found else []
+        found = re.search(r"^Model:\s*(.+)$", text_of(path), re.M)
+        names += [found[1].strip()] if found else []
     return names
 
 

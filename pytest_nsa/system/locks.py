@@ -7,19 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.system.procfs import text_of
+
 
 def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     """Return, per rank of ``pids`` (rank -> pid), the file of the lock that it waits for (``waits_for_lock``) and the ranks that
     hold it (``held_by``); and a file that it has open while another rank holds a lock on it (``open_and_locked``, ``locked_by``):
     the rank may poll for that lock. Ranks without both are skipped.
     """
-    try:
-        lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return {}
     held: dict[str, list[int]] = {}
     waited: dict[str, list[int]] = {}
-    for line in lines:
+    for line in text_of(Path("/proc/locks")).splitlines():
         fields = line.replace("-> ", "").split()
         if len(fields) >= 6 and fields[4].lstrip("-").isdigit():
             (waited if "->" in line else held).setdefault(fields[5], []).append(int(fields[4]))

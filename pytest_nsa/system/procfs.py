@@ -57,7 +57,7 @@ def look_at(pid: int) -> ProcessState | None:
         below_cpu_s=_cpu_seconds_of(children),
         faults=int(fields[7]),
         written=io_of(proc).get("wchar", 0),
-        wchan=_read(proc / "wchan").strip(),
+        wchan=text_of(proc / "wchan").strip(),
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
         ended=tuple(ended.values()),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
@@ -77,7 +77,9 @@ def _other_program(proc: Path) -> str:
 
 def io_of(proc: Path) -> dict[str, int]:
     """Return the bytes that a process has read (``rchar``) and written (``wchar``), and more; {} where that cannot be read."""
-    return {name: int(number) for name, _, number in (line.partition(": ") for line in _read(proc / "io").splitlines())}
+    return {
+        name: int(number) for name, _, number in (line.partition(": ") for line in text_of(proc / "io").splitlines())
+    }
 
 
 def is_runnable(pid: int) -> bool:
@@ -101,7 +103,7 @@ def stat_of(folder: Path) -> list[str]:
     """Return the fields of ``stat`` in a process's or thread's folder of /proc, from the state on, which follows the command's
     name; [] if it has ended.
     """
-    return _read(folder / "stat").rpartition(")")[2].split()
+    return text_of(folder / "stat").rpartition(")")[2].split()
 
 
 def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
@@ -121,7 +123,7 @@ def children_of(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process ends
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, _read(task / "children").split())
+            found += map(int, text_of(task / "children").split())
     return found
 
 
@@ -159,7 +161,7 @@ def _child(command: str, parents: str) -> str:
 
 def catches(pid: int, number: int) -> bool:
     """Return whether a process has its own handler for a signal; False where the kernel does not show it."""
-    status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
+    status = dict(line.partition(":")[::2] for line in text_of(Path(f"/proc/{pid}/status")).splitlines())
     caught = status.get("SigCgt", "").strip()
     return bool(caught) and bool(int(caught, 16) >> (number - 1) & 1)
 
@@ -201,7 +203,7 @@ def _thread_activity() -> dict[int, tuple[str, ...]]:
     for task in Path("/proc/self/task").glob("*"):
         if task.name == str(os.getpid()):
             continue
-        status = dict(line.partition(":")[::2] for line in _read(task / "status").splitlines())
+        status = dict(line.partition(":")[::2] for line in text_of(task / "status").splitlines())
         switches = (status.get("voluntary_ctxt_switches"), status.get("nonvoluntary_ctxt_switches"))
         state = status.get("State", "?").strip()[:1]
         resting = state in "SI" and None not in switches
@@ -209,7 +211,8 @@ def _thread_activity() -> dict[int, tuple[str, ...]]:
     return found
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a file of the kernel; '' if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

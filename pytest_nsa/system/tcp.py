@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from pytest_nsa.system.procfs import open_files
+from pytest_nsa.system.procfs import open_files, text_of
 
 _INODE = re.compile(r"socket:\[(\d+)\]")
 
@@ -20,11 +20,7 @@ def socket_queues(pid: int) -> dict[str, int]:
     inodes = {match[1] for match in map(_INODE.match, links) if match}
     unread = unsent = count = 0
     for name in ("tcp", "tcp6"):
-        try:
-            rows = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for row in rows:
+        for row in text_of(Path(f"/proc/{pid}/net/{name}")).splitlines()[1:]:
             cells = row.split()
             if len(cells) > 9 and cells[9] in inodes:
                 sent, _, received = cells[4].partition(":")
