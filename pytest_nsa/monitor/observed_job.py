@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -43,8 +42,7 @@ class ObservedJob:
         and were not reaped.
         """
         watch = self.watch
-        with contextlib.suppress(FileNotFoundError):
-            self.log.unlink()  # written at an earlier look, after which the job continued
+        self.log.unlink(missing_ok=True)  # written at an earlier look, after which the job continued
         self._note("started", time=began, pids=[])
         self._note(
             "stop", reason=reason, by="", stalled_s=watch.stalled_s, moved=watch.stalled_s < GRACE_S,
@@ -60,8 +58,7 @@ class ObservedJob:
 
     def record_end(self, began: float) -> None:
         """Record the job's state after its test has failed by itself."""
-        with contextlib.suppress(FileNotFoundError):
-            self.log.unlink()
+        self.log.unlink(missing_ok=True)
         self._note("started", time=began, pids=[])
         self._ended({}, {})
         self._note("ended", duration_s=time.time() - began)
