@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from nsa.kernels import blocks
+from nsa.kernels.sizes import Sizes
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
 
 Job = tuple[tuple[int, int, int, int], dict[str, int], torch.dtype, int, str, int, int]
@@ -60,9 +61,8 @@ def compile_one(job: Job) -> None:
     chosen = q.new_empty(1, S, G, n_blocks, dtype=torch.bool)
     selection, blocked = (sizes["l_sel"], min(sizes["n_sel"], n_blocks), scale), (sizes["l"], sizes["d"])
     with compiling(on, is_mine, refused=Exception):  # measuring meets it again, and reports it
-        settings = whole.Sizes(**sizes, scale=scale)
-        _, kept = whole.forward(q, cmp, (k, v), (k, v), gates, None, settings)
-        whole.backward(out, q, cmp, (k, v), (k, v), gates, kept, None, settings)
+        _, kept = whole.forward(q, cmp, (k, v), (k, v), gates, None, Sizes(**sizes), scale)
+        whole.backward(out, q, cmp, (k, v), (k, v), gates, kept, None, Sizes(**sizes), scale)
         single.sliding_backward(out, q, k, v, *single.sliding_forward(q, k, v, sizes["w"], scale), sizes["w"], scale)
         single.compressed_forward(q, *cmp, *blocked, sizes["l_sel"], scale)
         single.compressed_backward(out, q, *cmp, out, lse, *blocked, scale)

@@ -27,6 +27,7 @@ from ahead import compiling
 from attention_gpu import AGREEMENT, DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, slow_picks, timed
 
 from nsa.kernels import blocks
+from nsa.kernels.sizes import Sizes
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
 from nsa.kernels.triton.tiles import Ring, Tile
 
@@ -52,7 +53,7 @@ RINGS = {
     **dict.fromkeys(("importance", "selected"), (Ring(64, 2), Ring(64, 4))),
 }
 Call = Callable[[], Any]
-Sizes = Tile | Ring
+Choice = Tile | Ring
 
 
 def whole_call(shape: str, S: int, device: str) -> Call:
@@ -65,11 +66,11 @@ def whole_call(shape: str, S: int, device: str) -> Call:
 
     pairs = [(tensor(1, m, G, d_k), tensor(1, m, G, d_v)) for m in (n, S, S)]
     q, gates, grad = tensor(1, S, H, d_k), tensor(1, S, H, 3).abs(), tensor(1, S, H, d_v)
-    sizes = whole.Sizes(*SIZES.values(), d_k**-0.5)
+    sizes, scale = Sizes(*SIZES.values()), d_k**-0.5
 
     def run() -> list[torch.Tensor]:
-        out, kept = whole.forward(q, *pairs, gates, None, sizes)
-        return [out, *whole.backward(grad, q, *pairs, gates, kept, None, sizes)]
+        out, kept = whole.forward(q, *pairs, gates, None, sizes, scale)
+        return [out, *whole.backward(grad, q, *pairs, gates, kept, None, sizes, scale)]
 
     return run
 
@@ -102,7 +103,7 @@ def replaced(name: str, by: Any) -> Iterator[None]:
         yield
 
 
-def choosing(kernel: str, sizes: Sizes, note: Callable[[], Any] = lambda: None) -> dict[str, Callable[..., Any]]:
+def choosing(kernel: str, sizes: Choice, note: Callable[[], Any] = lambda: None) -> dict[str, Callable[..., Any]]:
     """Return what replaces `tile` and `ring` so that ``kernel`` has these sizes; ``note`` is called where they are asked for.
 
     ValueError from it where the kernel in Gluon is wanted, and does not serve the shape.
@@ -128,7 +129,7 @@ def choosing(kernel: str, sizes: Sizes, note: Callable[[], Any] = lambda: None) 
     return {"tile": tile, "ring": ring}
 
 
-def with_sizes(kernel: str, sizes: Sizes, call: Call) -> Call:
+def with_sizes(kernel: str, sizes: Choice, call: Call) -> Call:
     """Return ``call``, in which ``kernel`` has these sizes."""
     by = choosing(kernel, sizes)
 
@@ -144,7 +145,7 @@ def is_tuned(kernel: Any) -> bool:
     return not kernel.__name__.startswith(("count", "scan", "place", "cut", "select_", "unite", "choose", "picks"))
 
 
-def alone(kernel: str, sizes: Sizes, call: Call) -> tuple[Any, Call]:
+def alone(kernel: str, sizes: Choice, call: Call) -> tuple[Any, Call]:
     """Return the results of ``call`` with these sizes, and the launch of ``kernel`` that it made, to be timed by itself.
 
     Of several launches, one per range of queries, it is the second: a launch keeps the parts of its range in memory.
@@ -176,11 +177,11 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found.float() - wanted.float()).norm() <= TOLERANCE * wanted.float().norm())
 
 
-def neighbours(kernel: str, now: Sizes, *, only_rings: bool = False) -> list[Sizes]:
+def neighbours(kernel: str, now: Choice, *, only_rings: bool = False) -> list[Choice]:
     """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other; and the
     rings of its kernel in Gluon, or these alone.
     """
-    found: list[Sizes] = [*RINGS.get(kernel, ())]
+    found: list[Choice] = [*RINGS.get(kernel, ())]
     if isinstance(now, Ring) or only_rings:
         return found
     for field, choices in CHOICES.items():
@@ -192,7 +193,7 @@ def neighbours(kernel: str, now: Sizes, *, only_rings: bool = False) -> list[Siz
     return found
 
 
-def compile_one(job: tuple[str, int, str, Sizes, str]) -> None:
+def compile_one(job: tuple[str, int, str, Choice, str]) -> None:
     """Fill Triton's cache with what a kernel with this tile compiles to; runs in a process of its own."""
     shape, S, kernel, sizes, on = job
 
@@ -208,19 +209,19 @@ def tune(
     shape: str,
     S: int,
     call: Call,
-    start: Sizes,
+    start: Choice,
     rounds: int,
     deadline: float,
     pool: Any,
     *,
     only_rings: bool,
-) -> tuple[Sizes, dict[str, float]]:
+) -> tuple[Choice, dict[str, float]]:
     """Return the fastest sizes that a walk from ``start`` meets, and the milliseconds of all that were tried."""
     on = tiles.capability(torch.device(DEVICE))
     found, launches = alone(kernel, start, call)
     wanted = [x.clone() for x in found]  # some kernels add to their results, each time that they are timed
-    best: Sizes = start
-    tried: dict[Sizes, float] = {start: timed({"": launches}, rounds)[""]}
+    best: Choice = start
+    tried: dict[Choice, float] = {start: timed({"": launches}, rounds)[""]}
     while time.monotonic() < deadline:
         candidates = [sizes for sizes in neighbours(kernel, best, only_rings=only_rings) if sizes not in tried]
         if pool is not None:

@@ -80,6 +80,7 @@ def record_launches(
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
     from nsa.kernels import blocks
+    from nsa.kernels.sizes import Sizes
     from nsa.kernels.triton import block_schedule, branches, decoding, rotary, selection_schedule, tiles, whole
 
     found: list[Launch] = []
@@ -102,10 +103,10 @@ def record_launches(
     p, n = problem, blocks.num_compressed(problem.S, 32, 16)
     q = p.tensor(1, p.S, p.H, p.d_k)
     pairs = [(p.tensor(1, m, p.G, p.d_k), p.tensor(1, m, p.G, p.d_v)) for m in (n, p.S, p.S)]
-    gates, sizes = p.tensor(1, p.S, p.H, 3), whole.Sizes(32, 16, p.l_sel, 16, 512, 0.1)
-    out, kept = whole.forward(q, *pairs, gates, None, sizes)
+    gates, sizes = p.tensor(1, p.S, p.H, 3), Sizes(32, 16, p.l_sel, 16, 512)
+    out, kept = whole.forward(q, *pairs, gates, None, sizes, 0.1)
     of_forward = len(found)
-    whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes)
+    whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes, 0.1)
     of_training = len(found)
     new = q[:, :tokens], *pairs, gates[:, :tokens], p.S - tokens, *sizes[:5], 0.1
     monkeypatch.setattr(decoding, "AT_ONCE", 1 << 20)

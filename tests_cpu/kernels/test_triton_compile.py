@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa.kernels.sizes import Sizes
 from tests_cpu.kernels.compiled import (
     CAPABILITIES,
     PROBLEMS,
@@ -209,7 +210,7 @@ def test_memory_of_parts_is_bounded() -> None:
     S, H, G, d_k, d_v = 65536, 64, 4, 192, 128
     q = torch.empty(1, S, H, d_k, dtype=torch.bfloat16, device="meta")
     v = torch.empty(1, S, G, d_v, dtype=torch.bfloat16, device="meta")
-    sizes = whole.Sizes(32, 16, 64, 16, 512, 0.1)
+    sizes = Sizes(32, 16, 64, 16, 512)
     kept = whole.empty_kept(q, v, None, sizes)
     keys = 2 * (2 * S + S // 16) * G * (d_k + d_v)
     selection = selection_schedule.Selection.of(S, 64, 16, q, d_v)

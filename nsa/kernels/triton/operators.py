@@ -11,14 +11,9 @@ import torch
 
 from nsa.kernels import blocks, derivatives
 from nsa.kernels.ops import Pair, alone_has_a_gradient, of_the_first, plainly, positive_scale
+from nsa.kernels.sizes import Sizes
 
 KEPT = 7  # outputs behind the first, which have no gradient
-
-
-def _sizes(l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float) -> Any:
-    from nsa.kernels.triton.whole import Sizes
-
-    return Sizes(l, d, l_sel, n_sel, w, scale)
 
 
 @torch.library.custom_op("nsa::attention", mutates_args=())
@@ -36,7 +31,7 @@ def attention(
     from nsa.kernels.triton import whole
 
     pairs = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
-    out, kept = whole.forward(q, *pairs, gates, cu_seqlens, _sizes(l, d, l_sel, n_sel, w, scale))
+    out, kept = whole.forward(q, *pairs, gates, cu_seqlens, Sizes(l, d, l_sel, n_sel, w), scale)
     return out, *kept
 
 
@@ -48,7 +43,7 @@ def _(
 ) -> Any:  # fmt: skip
     from nsa.kernels.triton import whole
 
-    kept = whole.empty_kept(q, v_sel, cu_seqlens, _sizes(l, d, l_sel, n_sel, w, scale))
+    kept = whole.empty_kept(q, v_sel, cu_seqlens, Sizes(l, d, l_sel, n_sel, w))
     return q.new_empty(*q.shape[:3], v_sel.shape[-1]), *kept
 
 
@@ -67,8 +62,7 @@ def attention_backward(
 
     pairs = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
     kept = whole.Kept(o_cmp, o_sel, o_win, lse, picks, entries, totals)
-    found = whole.backward(grad, q, *pairs, gates, kept, cu_seqlens, _sizes(l, d, l_sel, n_sel, w, scale))
-    return found
+    return whole.backward(grad, q, *pairs, gates, kept, cu_seqlens, Sizes(l, d, l_sel, n_sel, w), scale)
 
 
 @attention_backward.register_fake

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from nsa.kernels import blocks
+from nsa.kernels.sizes import Sizes
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences
 from nsa.kernels.triton.branches import Pair, flat
 from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
@@ -40,17 +41,6 @@ class Kept(NamedTuple):
     picks: torch.Tensor
     entries: torch.Tensor
     totals: torch.Tensor
-
-
-class Sizes(NamedTuple):
-    """l, d, l_sel, n_sel, w of `nsa_attention`, and the scale of the scores, which is positive."""
-
-    l: int
-    d: int
-    l_sel: int
-    n_sel: int
-    w: int
-    scale: float
 
 
 def check_limits(S: int, H: int, G: int, d_k: int, d_v: int, l_sel: int) -> None:
@@ -95,14 +85,15 @@ def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
 
 
 def forward(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes
-) -> tuple[torch.Tensor, Kept]:
-    """Return Eq. 5, [B, S, H, Dv], and what the backward needs."""
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes,
+    scale: float,
+) -> tuple[torch.Tensor, Kept]:  # fmt: skip
+    """Return Eq. 5, [B, S, H, Dv], and what the backward needs. ``scale`` is positive."""
     kept = empty_kept(q, sel[1], cu_seqlens, sizes)
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     out = q.new_empty(*q.shape[:3], sel[1].shape[-1])
     flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat(q, *cmp, *sel, *win, gates)
-    places, scale = branches.compression(sizes.l, sizes.d), sizes.scale
+    places = branches.compression(sizes.l, sizes.d)
     branches.strided_forward(flat_q, k_cmp, v_cmp, seqs, places, scale, kept.o_cmp, kept.lse[0])
     branches.strided_forward(flat_q, k_win, v_win, seqs, branches.window(sizes.w), scale, kept.o_win, kept.lse[2])
     G = sel[0].shape[2]
@@ -140,13 +131,13 @@ def _of_range(
 
 def backward(
     grad: torch.Tensor, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, kept: Kept,
-    cu_seqlens: torch.Tensor | None, sizes: Sizes,
+    cu_seqlens: torch.Tensor | None, sizes: Sizes, scale: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return gradients of q, keys and values in the order of the arguments, and gates."""
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     flat_grad, flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat(grad, q, *cmp, *sel, *win, gates)
     d_gates, rows = branches.gates_backward(flat_grad, (kept.o_cmp, kept.o_sel, kept.o_win), flat_gates, kept.lse)
-    dq, G, scale = torch.empty_like(flat_q), k_sel.shape[1], sizes.scale
+    dq, G = torch.empty_like(flat_q), k_sel.shape[1]
     strided = ((0, k_cmp, v_cmp, branches.compression(sizes.l, sizes.d)), (2, k_win, v_win, branches.window(sizes.w)))
     found = []
     for branch, k, v, places in strided:
