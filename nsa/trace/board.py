@@ -48,7 +48,7 @@ _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "node
 # A record's `commit` is its index + 1 and is written last: if it differs, the record is incomplete.
 _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
-    ("root", "q"),
+    ("root", "q"), ("side_thread", "q"),
     ("entered", "d"), ("left", "d"), ("dropped", "d"), ("op", "32s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
     ("note", "96s"), ("site", "256s"), ("callers", "256s"),
 )  # fmt: skip
@@ -251,21 +251,21 @@ class Board:
 
     def enter(
         self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1,
-        root: int = -1, reduction: str = "", note: str = "", callers: str = "",
+        root: int = -1, reduction: str = "", note: str = "", callers: str = "", side_thread: bool = False,
     ) -> int:  # fmt: skip
         """Record the entry into a collective of a group of ``size`` ranks; return the index for `leave`.
 
         ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...;
         ``note``: a new group's name and ranks, a tag, split sizes, cut off with '…' if it is long; ``site`` and ``callers`` as
-        `frames.call_path` returns them.
+        `frames.call_path` returns them; ``side_thread``: a thread of Python's other than the main one called.
         """
         index = self.count("collectives_entered")
         offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
-            root, wall_clock(), 0.0, 0.0, op.encode(), group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
-            _cut(note), site.encode()[-256:], callers.encode()[:256],
+            root, side_thread, wall_clock(), 0.0, 0.0, op.encode(), group.encode()[-24:], dtype.encode()[:16],
+            reduction.encode()[:12], _cut(note), site.encode()[-256:], callers.encode()[:256],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")

@@ -99,27 +99,16 @@ def race_of_threads(evidence: Evidence, entered: Mapping[int, Collective]) -> st
     """Return in words that some ranks make their call of a group in a side thread and the others in their main thread; ''
     where all do the same. ``entered`` has the call of each rank.
     """
-    if len({c.process_group for c in entered.values()}) != 1:
-        return ""
-    functions = {rank: parts_of(call.site)[::2] for rank, call in entered.items()}
-    in_threads = set().union(*(_functions_of_side_threads(evidence.ranks[rank]) for rank in entered))
-    aside = tuple(sorted(rank for rank, function in functions.items() if function in in_threads))
-    if not aside or len(aside) == len(entered):
+    aside = tuple(sorted(rank for rank, call in entered.items() if call.side_thread))
+    if len({call.process_group for call in entered.values()}) != 1 or len(aside) in (0, len(entered)):
         return ""
     who, does = describe_ranks(aside, evidence.job.world_size), "calls" if len(aside) == 1 else "call"
-    names = " and ".join(sorted({functions[rank][1] for rank in aside}))
+    functions = {parts_of(place)[2] for rank in aside for place in entered[rank].lines[:1]} - {""}
+    names = f" ({' and '.join(sorted(functions))})" if functions else ""
     return (
-        f"; {who} {does} in a side thread ({names}), the others in their main thread: one group, so the order is a race"
+        f"; {who} {does} in a side thread{names}, the others in their main thread: one group, so the order is a race; "
+        "give the thread a separate group"
     )
-
-
-def _functions_of_side_threads(rank: RankEvidence) -> set[tuple[str, ...]]:
-    """Return the user's functions, by file and name, that a rank's side threads are in, were in when the test raised, or
-    raised in.
-    """
-    frames = [f for stack in (*rank.threads, *rank.fatal) if not stack.is_main for f in stack.frames if f.is_user]
-    places = [*(place for e in rank.exceptions for place in e.side_threads), *(e.where for e in rank.thread_errors)]
-    return {(f.file, f.function) for f in frames} | {parts_of(place)[::2] for place in places}
 
 
 def exhausted_loaders(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:

@@ -41,7 +41,8 @@ class Collective:
     ranks in the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2:
     0,1'), a tag ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` has the user's lines that led to ``site``,
     innermost first ('train.py:30 in step < main.py:12 in main'), after those of a library that it has called
-    ('torchmetrics/metric.py:480 in sync << train.py:30 in step').
+    ('torchmetrics/metric.py:480 in sync << train.py:30 in step'); ``side_thread`` is 1 where a thread of Python's other than
+    the main one called.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Collective:
     note: str = ""
     callers: str = ""
     dropped: float = 0.0
+    side_thread: int = 0
 
     @property
     def way(self) -> tuple[str, ...]:

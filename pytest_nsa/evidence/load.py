@@ -253,7 +253,6 @@ def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedE
             chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
             in_loader=e.get("in_loader", False),
             network=e.get("network", ""),
-            side_threads=tuple(e.get("beside", ())),
             frames=tuple(
                 Frame(file, line, name, is_own=file == body) for file, line, name in reversed(e.get("stack", ()))
             ),

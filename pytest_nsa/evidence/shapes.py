@@ -135,7 +135,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
         "raised_in?": is_text, "chain?": _list_of(_list_of(is_text)), "in_loader?": is_flag, "network?": is_text,
-        "beside?": _list_of(is_text), "stack?": _places, "counters?": _list_of(is_counted),
+        "stack?": _places, "counters?": _list_of(is_counted),
     },
     "thread_exception": {
         "whose": is_text, "type": is_text, "message": is_text, "where": is_text, "raised_in": is_text, "future": _int,

@@ -57,8 +57,7 @@ class RaisedException:
 
     ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
     it was raised while a batch was taken from a data loader's worker. ``network``: the interface, host or port that the rank found
-    unusable. ``side_threads``: the user's lines that the rank's other threads were in. ``frames``: its stack, innermost first;
-    ``counters``: of the loops in it, as `RankEvidence.counters`.
+    unusable. ``frames``: its stack, innermost first; ``counters``: of the loops in it, as `RankEvidence.counters`.
     """
 
     time: float
@@ -73,7 +72,6 @@ class RaisedException:
     chain: tuple[tuple[str, str, str], ...]
     in_loader: bool = False
     network: str = ""
-    side_threads: tuple[str, ...] = ()
     frames: tuple[Frame, ...] = ()
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
 

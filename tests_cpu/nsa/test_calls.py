@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +60,20 @@ def test_every_functional_collective_is_recorded() -> None:
         name for name in names if isinstance(getattr(torch.ops._c10d_functional, name), functional.RecordedCollective)
     }
     assert begin - MESSAGES == recorded
+
+
+def test_a_side_thread_is_one_that_python_started() -> None:
+    """A thread of torch's autograd is known to Python as a dummy, or not at all."""
+    found: queue.Queue[bool] = queue.Queue()
+    threading.Thread(target=lambda: found.put(collectives._is_in_side_thread())).start()
+    assert found.get(timeout=30)
+    _thread.start_new_thread(lambda: found.put(collectives._is_in_side_thread()), ())
+    assert not found.get(timeout=30)
+    _thread.start_new_thread(
+        lambda: found.put(bool(threading.current_thread()) and collectives._is_in_side_thread()), ()
+    )
+    assert not found.get(timeout=30)
+    assert not collectives._is_in_side_thread()
 
 
 def _original(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -143,7 +143,9 @@ class CollectiveRecorder:
         """Enter a call on the board, with its number in the group and the user's lines that led to it; return its index."""
         site, callers = call_path(within=True)
         number = self._sequence[label]
-        return self.board.enter(op, label, number, dtype, count, site, size=size, callers=callers, **more)
+        return self.board.enter(
+            op, label, number, dtype, count, site, size=size, callers=callers, side_thread=_is_in_side_thread(), **more
+        )
 
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
         """Wrap a call that waits inside C++ and returns no Work. Such calls are numbered as those of a separate group."""
@@ -351,6 +353,14 @@ class CollectiveRecorder:
             return work
 
         return outside_graphs(recorded)
+
+
+def _is_in_side_thread() -> bool:
+    """Return whether a thread that Python started calls, other than the main one. Those of torch's autograd are not Python's."""
+    ident = threading.get_ident()
+    return ident != threading.main_thread().ident and any(
+        thread.ident == ident and not isinstance(thread, threading._DummyThread) for thread in threading.enumerate()
+    )
 
 
 class _Blocked:

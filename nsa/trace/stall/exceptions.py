@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-import threading
 import traceback
 from collections import Counter
 from pathlib import Path
 
 from nsa.trace.events import record
-from nsa.trace.frames import describe, is_user_file, user_frames
+from nsa.trace.frames import is_user_file
 from nsa.trace.stall.counters import counters_at
 from nsa.trace.stall.network import unusable_network
 
 MAX_TEXT = 200_000
 MAX_CHAIN = 10
 MAX_FRAMES = 64
-MAX_SIDE_LINES = 32  # lines of other threads
 
 
 def cut(text: str) -> str:
@@ -68,18 +64,11 @@ def record_thread_exception(folder: Path, error: BaseException, owner: str, futu
     )  # fmt: skip
 
 
-def _side_threads() -> list[str]:
-    """Return the user's lines that Python's threads other than the main one are in."""
-    threads = {t.ident for t in threading.enumerate() if t is not threading.main_thread()}
-    frames = (frame for ident, top in sys._current_frames().items() if ident in threads for frame in user_frames(top))
-    return [describe(frame) for frame in itertools.islice(frames, MAX_SIDE_LINES)]
-
-
 def record_exception(
     folder: Path, error: BaseException, when: str, test: traceback.FrameSummary | None = None, **more: str
 ) -> None:
-    """Append an exception with the innermost line of the user's code, its stack with the counters of its loops, the lines that
-    other threads are in, and ``more`` fields. ``test`` is the location to use if no user's line is on its stack.
+    """Append an exception with the innermost line of the user's code, its stack with the counters of its loops, and
+    ``more`` fields. ``test`` is the location to use if no user's line is on its stack.
     """
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
@@ -108,6 +97,5 @@ def record_exception(
         stack=[(f.filename, f.lineno or 0, f.name) for f in frames[-MAX_FRAMES:]],
         counters=counters_at(error),
         **more,
-        **({"beside": side_threads} if (side_threads := _side_threads()) else {}),
         **({"network": network} if (network := unusable_network(message)) else {}),
     )

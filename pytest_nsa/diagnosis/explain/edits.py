@@ -108,7 +108,9 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     sides, made = _sides(entered), _made_by(evidence, entered)
     places = {c.place for c in entered.values()}
     pairs = (
-        _sides_at_one_place(sides) if len(places) == 1 and len(sides) > 1 else _sides_in_waits(evidence, entered, sides)
+        _sides_at_one_place(entered, sides)
+        if len(places) == 1 and len(sides) > 1
+        else _sides_in_waits(evidence, entered, sides)
     )
     found: dict[tuple[Edit, Ranks, Ranks], Candidate] = {}
     contrasts = _Contrasts(evidence, entered)
@@ -142,9 +144,13 @@ def _sides(entered: Calls) -> list[Ranks]:
     return sorted(map(tuple, found.values()), key=lambda side: (-len(side), side))
 
 
-def _sides_at_one_place(sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
-    """Yield (edits, ranks, others) for ranks that made different calls at one place of a group's sequence."""
-    edits = (Edit.SKIP, Edit.EXTRA, Edit.MISMATCH)
+def _sides_at_one_place(entered: Calls, sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
+    """Yield (edits, ranks, others) for ranks that made different calls at one place of a group's sequence.
+
+    Where some call in a side thread and others in their main thread, the order is a race: no call was skipped or added.
+    """
+    is_race = len({c.side_thread for c in entered.values()}) > 1
+    edits = (Edit.MISMATCH,) if is_race else (Edit.SKIP, Edit.EXTRA, Edit.MISMATCH)
     for side in sides[:MOST_SIDES]:
         yield edits, side, next(s for s in sides if s is not side)
     if len(sides) > 2:
