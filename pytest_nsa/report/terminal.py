@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -231,11 +232,14 @@ def frame_lines(thread: ThreadStack) -> list[str]:
 
 def excerpt(path: Path) -> str:
     """Return the head and tail of a rank's output, with long lines cut; '' without any."""
-    if path.is_symlink() or not path.is_file():  # in a folder of unknown origin a link may lead anywhere
+    try:
+        status = path.lstat()  # in a folder of unknown origin a link may lead anywhere
+    except OSError:
+        return ""
+    if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return ""
     with path.open("rb") as file:
-        data = file.read(READ_BYTES)
-        size = file.seek(0, os.SEEK_END)
+        data, size = file.read(READ_BYTES), status.st_size
         cut = size > 2 * READ_BYTES
         file.seek(size - READ_BYTES if cut else len(data))
         rest = file.read(READ_BYTES)

@@ -125,6 +125,14 @@ class RankRunner:
             job = replace(self.attachment.local(job), reuse="", stay=False)
         job = self._without_too_many_groups(job)
         try:
+            self._write_job(item.session, job)
+        except OSError as error:  # another process has filled the disk since the folder was made
+            self.folder.move(error)
+            remove_tree(folder)
+            folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
+            job = replace(job, folder=str(folder))
+            self._write_job(item.session, job)
+        try:
             verdict, evidence = self._run(
                 item.session, job, keep=self._keeps(item, scenario), record=tried is None, is_tried=tried is not None
             )
@@ -169,7 +177,12 @@ class RankRunner:
     def run_function(self, session: pytest.Session, job: Job) -> Verdict:
         """Run a function for the fixture `launch`, in a folder that exists already. Threads that launch take turns."""
         with self._launches:
+            self._write_job(session, job)
             return self._run(session, job, keep=True, record=False)[0]
+
+    def _write_job(self, session: pytest.Session, job: Job) -> None:
+        content = {**job.to_json(), "nodeid": self.shown_id(session, job.nodeid)}
+        write_json(Path(job.folder) / "job.json", content)
 
     def _run(
         self, session: pytest.Session, job: Job, *, keep: bool, record: bool, is_tried: bool = False
@@ -184,7 +197,6 @@ class RankRunner:
             hang_after=self.settings.hang_after,
         )
         folder = Path(job.folder)
-        write_json(folder / "job.json", {**job.to_json(), "nodeid": self.shown_id(session, job.nodeid)})
         try:
             launcher = self.launcher.cold(session) if job.hash_seeds else self.launcher.ready(session)
             launcher.expect(self._ranks_ahead(job))

@@ -85,6 +85,30 @@ def test_a_disk_that_fills_up(warm: WarmPython, tmp_path: Path, options: tuple[s
         assert "2 PASS" in (spare / "SUMMARY.md").read_text()
 
 
+FILLS_BETWEEN = """
+import contextlib, pathlib
+from pytest_nsa.session import runner
+
+make_job = runner.job_of
+
+def fill_and_make_job(item, *arguments, **more):
+    if item.name == "test_after":  # its folder has been made
+        with contextlib.suppress(OSError), open(pathlib.Path("artifacts", "filler"), "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+    return make_job(item, *arguments, **more)
+
+runner.job_of = fill_and_make_job
+"""
+
+
+def test_a_disk_that_another_process_fills_up_as_a_test_begins(warm: WarmPython, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(FILLS_BETWEEN)
+    output, spare = run_on_a_small_disk(warm, tmp_path, "12m")
+    assert "1 failed, 3 passed" in output, output
+    is_whole(spare)
+
+
 def test_a_disk_that_is_read_only(warm: WarmPython, tmp_path: Path) -> None:
     output, spare = run_on_a_small_disk(warm, tmp_path, "9m,ro")
     assert "1 failed, 3 passed" in output, output
