@@ -229,5 +229,6 @@ def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
             return others[0]
         # A thread that a library has started for the user has none of the user's frames.
         threads = (*others, *(t for t in threads if t is not main and not t.is_ours and t not in others))
-        return next((t for t in threads if not t.waits_for_work), main)
+        at_work = next((t for t in threads if not t.waits_for_work), None)
+        return at_work or next((t for t in others if t.runs_a_call), main)  # the call may wait for a pool itself
     return main

@@ -31,7 +31,7 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
         others = {
             i: sorted({ranks[h] for h in holders if h in ranks and h != pid})
             for i, holders in held.items()
-            if i in paths
+            if i in paths and pid not in holders
         }
         polled = next((i for i, holders in others.items() if holders), "")
         if polled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,31 @@ def test_other_operation_of_four(group: Group) -> None:
 )
 def test_other_order(group: Group, culprit: int) -> None:
     rounds(group, culprit, "swapped")
+
+
+def studied(objective: Callable[[], None], rounds: int) -> None:
+    for _ in range(rounds):
+        objective()
+
+
+def suggested(value: int) -> int:
+    given = [value]
+    dist.broadcast_object_list(given, src=0)  # HERE
+    return given[0]
+
+
+@planted("extra_collective", [2], n=3, marked=True, family="extra", origin="unseen 2026-11-28")
+def test_a_study_that_rank_0_leads(group: Group) -> None:
+    """Rank 0 comes to the objective by other lines than the others, of which one asks for a value more."""
+
+    def objective() -> None:
+        if suggested(16) * 2 > (40, 40, 20)[group.rank]:
+            suggested(4)  # HERE
+        for _ in range(4):
+            dist.all_reduce(torch.ones(3))
+
+    if group.rank == 0:
+        studied(objective, rounds=4)
+    else:
+        for _ in range(4):
+            objective()

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import selectors
 import socket
+import sqlite3
 import sys
 import time
 
@@ -211,3 +212,31 @@ def test_the_last_of_several_results_of_processes(group):
             concurrent.futures.wait(work)  # HERE
 
     rounds(group, 1, score)
+
+
+@planted("lock_deadlock", [1], n=3, marked=True, family="lock", origin="unseen 2026-11-28")
+def test_a_call_of_a_pool_waits_for_another_call_of_it(group):
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+
+    def pair(index):
+        return index + pool.submit(abs, index).result()  # HERE
+
+    rounds(group, 1, lambda: pool.submit(pair, 1).result())
+
+
+@planted("sleeping", [1], n=3, marked=True, family="sleep", origin="unseen 2026-11-28")
+def test_a_file_is_polled_for_while_all_have_one_database_open(group, tmp_path):
+    """In this mode each reader holds a shared lock on the database's index."""
+    table = sqlite3.connect(tmp_path / "cache.db", timeout=10)
+    if group.rank == 0:
+        table.execute("pragma journal_mode=wal")
+        table.execute("create table rows (key, value)")
+        table.commit()
+    group.barrier()
+    table.execute("select * from rows").fetchall()
+
+    def polled():
+        while not (tmp_path / "never").exists():
+            time.sleep(0.1)  # HERE
+
+    rounds(group, 1, polled)

@@ -64,7 +64,7 @@ class HostMetrics:
             dist.all_reduce(load, group=self.group)
 
 
-@planted("init_timeout", [4], n=5, marked=True, family="group", origin="bug reports 2026-11-23")
+@planted("skipped_collective", [4], n=5, marked=True, family="group", origin="bug reports 2026-11-23")
 def test_host_metrics_off_on_one_rank():
     """The settings of rank 4 come from an older file with host metrics off, so it does not call new_group, and the group of the others never forms."""
     rank, _ = ranks()
@@ -248,3 +248,14 @@ def test_a_group_of_its_members_alone_before_a_mesh(group):
     if group.rank in (0, 2):
         dist.new_group([0, 2])
     dist.all_reduce(torch.ones(1), group=mesh().get_group("tp"))
+
+
+@planted("extra_collective", [0], n=3, marked=True, family="extra", origin="unseen 2026-11-28")
+def test_an_extra_reduction_before_a_group_of_all(group):
+    for _ in range(3):
+        loss = torch.ones(3)
+        dist.all_reduce(loss)
+    if group.rank == 0:
+        dist.all_reduce(loss)  # HERE
+    everybody = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=everybody)

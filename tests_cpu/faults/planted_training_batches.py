@@ -21,7 +21,7 @@ from tests_cpu.faults.replicas import batch_of, small_model
     marked=True,
     family="skip",
     origin="generated 2026-11-23",
-    miss="a habit of one rank in its steps",
+    # One rank has a habit in its steps.
 )
 def test_two_forwards_a_step_and_fewer_steps(group):
     """Every other forward has no backward of its own: that is this program's habit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence
 
 MOST_SIDES = 24  # sides that are compared
+MOST_LIKE = 8  # ranks of a side that are compared with those of another
 MOST_PAIRS = 64  # pairs of a waiting rank and its peer
 ODD_BITS = 2.0  # excess surprise that makes a rank's call odd
 
@@ -117,7 +119,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     for edits, ranks, others in pairs:
         if not ranks or not others:
             continue
-        contrast = contrasts.between(_representative(evidence, ranks), _representative(evidence, others))
+        contrast = contrasts.between(*_closest(evidence, entered, ranks, others))
         values = values_of(contrast, Sizes(len(ranks), len(others), len(sides)))
         values |= _others_there(made, ranks, entered)
         for edit in edits:
@@ -308,3 +310,19 @@ def _others_there(made: Makers, ranks: Ranks, entered: Calls) -> dict[str, float
 def _representative(evidence: Evidence, ranks: Ranks) -> int:
     """Return a rank that left a stack, if any; an aborted rank leaves none."""
     return next((r for r in ranks if evidence.ranks[r].last_stack is not None), ranks[0])
+
+
+def _closest(evidence: Evidence, entered: Calls, ranks: Ranks, others: Ranks) -> tuple[int, int]:
+    """Return a rank of each side, the two that part last in the program: their calls share the most outer lines.
+
+    Ranks of one side may have come to one call by different ways. An aborted rank leaves no stack, and is taken if all are.
+    """
+    some, rest = (
+        [r for r in side if evidence.ranks[r].last_stack is not None][:MOST_LIKE] or side for side in (ranks, others)
+    )
+    return max(itertools.product(some, rest), key=lambda pair: _outer_lines(*(entered[r].way for r in pair)))
+
+
+def _outer_lines(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

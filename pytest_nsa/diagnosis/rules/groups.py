@@ -39,10 +39,13 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     elsewhere = {rank: c for rank, c in making.items() if world_of(c.group)}
     if elsewhere:
         return _group_of_another_world(evidence, elsewhere)
+    n = evidence.job.world_size
+    if all(len(members_of_new(c, n)) == n for c in making.values()) and any(r.rank not in making for r in alive):
+        return None  # for a group of all ranks: no rank refuses it by waiting in another collective
     differing = _first_difference(evidence, making)
     if differing is not None:
         return _finding(evidence, *differing)
-    n, call = evidence.job.world_size, next(iter(making.values()))
+    call = next(iter(making.values()))
     outside = tuple(sorted(members_of_new(call, n) - set(making)))
     if outside:
         does = {m: f"{doing(evidence.ranks[m])}, without group {call.note}" for m in outside}
@@ -135,7 +138,7 @@ def _made_alone(
         every = "every rank has to, its members or not, and later groups have other numbers"
         return "init_timeout", absent, call.site, f"{describe_ranks(absent, n)} did not create {at}: {every}"
     others = by_ranks({r: f"in the creation of group {c.note}" for r, c in making.items() if r not in makers}, n)
-    reason = f"{describe_ranks(makers, n)} alone created {at}, and so number later groups differently"
+    reason = f"{describe_ranks(makers, n)} alone created {at}, so that later groups have other numbers there"
     return "init_timeout", makers, call.site, reason + (f": {others}" if others else "")
 
 

@@ -58,8 +58,8 @@ def explained(
         reason = (
             f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {reason}"
         )
-    if cause == "collective_mismatch" and len({c.way for c in (entered or {}).values()}) == 1:
-        return culprits, cause, reason  # one line with one payload: no other path
+    if cause == "collective_mismatch" and len({(c.way, c.op) for c in (entered or {}).values()}) == 1:
+        return culprits, cause, reason  # one call with other arguments: no other path
     path = other_path(evidence, culprits)
     if path:
         who = describe_ranks(culprits, evidence.job.world_size)
@@ -120,11 +120,20 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
         if len(ranks) < len(evidence.ranks):
             event = next(iter(ranks.values()))
+            others = (rank for rank in evidence.ranks if rank.rank not in ranks)
+            if kind == "no_backward" and not all(_is_past_forward(rank, step) for rank in others):
+                continue
             is_habit = kind == "not_synchronised"
             return Anomaly(
                 ranks=tuple(sorted(ranks)), step=step, reason=step_that_differs(kind, event), is_habit=is_habit
             )
     return None
+
+
+def _is_past_forward(rank: RankEvidence, step: int) -> bool:
+    """Return whether a rank is past the forward of a step: in its backward or optimizer, or in a later step."""
+    board = rank.board
+    return board is not None and (board.numbers["step"] > step or board.phase in ("backward", "optimizer"))
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
