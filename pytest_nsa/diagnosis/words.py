@@ -52,13 +52,10 @@ def each_call(calls: Calls, world_size: int, *, with_steps: bool = False) -> str
     return by_ranks(texts, world_size)
 
 
-def calls_and_groups(evidence: Evidence, calls: Calls) -> str:
-    """Return the call of each rank, and the members of every group that has not all ranks."""
-    n = evidence.job.world_size
-    text = each_call(calls, n, with_steps=any(c.step for c in calls.values()))
-    for group in sorted({c.group for c in calls.values() if c.op != END} - set(DEFAULT_GROUPS)):
-        text += f"; group {group} has {describe_ranks(evidence.members(group), n)}"
-    return text
+def members_of_groups(evidence: Evidence, calls: Calls) -> str:
+    """Return '; group 4 has ranks 2 and 3' for each group of the calls but the default one."""
+    groups = sorted({c.group for c in calls.values() if c.op != END} - set(DEFAULT_GROUPS))
+    return "".join(f"; group {g} has {describe_ranks(evidence.members(g), evidence.job.world_size)}" for g in groups)
 
 
 def describe_awaited(evidence: Evidence, ranks: tuple[int, ...], calls: Calls, *, instead_of: str = "") -> str:

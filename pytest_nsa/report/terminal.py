@@ -75,7 +75,7 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     if rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
         frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
         out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
-    if verdict.stalled_s:
+    if round(verdict.stalled_s, 1):
         until = "when it was last looked at" if evidence.stop == "host_died" else "before it was stopped"
         held = "".join(f"; memory: {fact.text}" for fact in verdict.evidence if fact.kind == "memory")
         out.append(f"  stalled  for {verdict.stalled_s:.1f} s {until}{held}")
@@ -216,13 +216,15 @@ def counters_text(ranks_of: dict[str, list[int]]) -> str:
 
 
 def _stack_text(rank: RankEvidence) -> str:
-    """Return each thread's frames down to where pytest called the test; the whole dump is in the rank's folder."""
-    parts = []
-    for thread in rank.threads or rank.fatal:
-        if thread.is_ours:
-            continue
-        parts.append("\n".join(frame_lines(thread)[:MAX_SECTION_LINES]))
-    return visible("\n\n".join(parts))
+    """Return each thread's frames down to where pytest called the test; the whole dump is in the rank's folder.
+
+    '' for a rank that has raised and runs none of the user's code: pytest reports its failure. Idle threads are omitted.
+    """
+    threads = [thread for thread in rank.threads or rank.fatal if not thread.is_ours]
+    if rank.exceptions and all(thread.user_frame is None for thread in threads):
+        return ""
+    shown = [t for t in threads if t.is_main or t.user_frame is not None or not t.waits_for_work]
+    return visible("\n\n".join("\n".join(frame_lines(thread)[:MAX_SECTION_LINES]) for thread in shown))
 
 
 def frame_lines(thread: ThreadStack) -> list[str]:

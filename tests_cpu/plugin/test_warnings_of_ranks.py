@@ -30,6 +30,22 @@ def test_a_thread_that_is_no_daemon_is_reported(pytester: pytest.Pytester) -> No
     assert "it is no daemon: a process of torchrun would wait for it" in " ".join(result.stdout.split())
 
 
+def test_the_manager_of_a_pool_of_processes_ends_with_its_process(pytester: pytest.Pytester) -> None:
+    source = """
+    from concurrent.futures import ProcessPoolExecutor
+
+    POOL = ProcessPoolExecutor(1)
+
+    @world_size(2)
+    def test_leaves_a_pool(group):
+        assert POOL.submit(int, "1").result() == 1
+    """
+    result = run_example(pytester, source)
+    assert result.outcomes["passed"] == 1
+    assert "left the thread" not in result.stdout
+    assert "left a process running, which was ended" in " ".join(result.stdout.split())
+
+
 def test_what_would_wait_at_exit_under_torchrun_is_a_warning(pytester: pytest.Pytester) -> None:
     """Ranks end without running it; nothing is reported of handlers and finalizers that call no collective."""
     source = """

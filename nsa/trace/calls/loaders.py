@@ -15,6 +15,7 @@ def count_batches(board: Board) -> None:
     following = iterator.__next__
 
     def counted(self: Any) -> Any:
+        __tracebackhide__ = True
         try:
             batch = following(self)
         except StopIteration:

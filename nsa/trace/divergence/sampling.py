@@ -122,6 +122,7 @@ def remember_wrappers() -> None:
 
     @functools.wraps(init)
     def remembering(ddp: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
         init(ddp, module, *args, **kwargs)
         _wrappers[module] = weakref.ref(ddp)
         made_equal(module)
@@ -131,6 +132,7 @@ def remember_wrappers() -> None:
 
     @functools.wraps(leave)
     def leaving(join: Join, *error: Any) -> None:
+        __tracebackhide__ = True
         global _joins_made
         leave(join, *error)
         _joins_made += 1

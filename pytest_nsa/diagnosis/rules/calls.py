@@ -13,7 +13,14 @@ from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rin
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
-from pytest_nsa.diagnosis.words import because, calls_and_groups, exhausted_loaders, race_of_threads, terms_of
+from pytest_nsa.diagnosis.words import (
+    because,
+    each_call,
+    exhausted_loaders,
+    members_of_groups,
+    race_of_threads,
+    terms_of,
+)
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence
@@ -71,7 +78,9 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     n, edit = evidence.job.world_size, found.candidate.edit
     ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
-    shown, values, terms = calls_and_groups(evidence, entered), found.candidate.values, terms_of(found, n)
+    shown = each_call(entered, n, with_steps=any(c.step for c in entered.values()))
+    each = f": {shown}" if len({c.describe() for c in entered.values() if c.op != END}) > 1 else ""
+    values, terms = found.candidate.values, terms_of(found, n)
     if edit is Edit.ORDER:
         reason = f"the ranks wait in different collectives: {shown}"
     elif found.candidate.is_for_all and len({(c.op, c.place) for c in entered.values()}) == 1:
@@ -81,17 +90,17 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     elif edit is Edit.SKIP and are_waiting:
         detail = "it made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
         went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
-        reason = f"{who} {went} without {other.describe()}, in which the others wait ({detail}): {shown}"
+        reason = f"{who} {went} without {other.describe()}, in which the others wait ({detail}){each}"
     elif edit is Edit.SKIP:
         detail = "it left the loop that the others are in" if values.get("left") else "call skipped"
         reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former ({detail})"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
-        reason = f"{who} entered {mine.describe()}, which the others {went}: {shown}"
+        reason = f"{who} entered {mine.describe()}, which the others {went}{each}"
     else:
         round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
         reason = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
-    reason += race_of_threads(evidence, entered) + because(terms)
+    reason += members_of_groups(evidence, entered) + race_of_threads(evidence, entered) + because(terms)
     culprits, cause, reason = explained(evidence, ranks, edit.cause, reason, entered)
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:

@@ -42,7 +42,8 @@ def blocked(evidence: Evidence) -> Finding | None:
     does = tuple(r for r in culprits if r in activities)
     if not does:  # a holder waits in something else: its line is where it does so
         does, rank = tuple(r for r in activities if activities[r] == activity), evidence.ranks[culprits[0]]
-    reason = f"{'each of ' if len(does) > 1 else ''}{describe_ranks(does, n)} {activity.description}"
+    who = describe_ranks(does, n)
+    reason = f"{f'each of {who}'.replace(' all ', ' the ') if len(does) > 1 else who} {activity.description}"
     for holder in (h for h in culprits if h not in does):
         reason += f"; rank {holder} waits {doing(evidence.ranks[holder])}"
     if waiting:
