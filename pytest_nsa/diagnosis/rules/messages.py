@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.explain.messages import ended, is_collective
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, has_lost_calls, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.diagnosis.words import because, describe_awaited, each_call, terms_of
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
@@ -63,7 +63,12 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     reason = f"receives and sends do not pair: {each_call(pending if blames_waiter else victims, n)}"
     if found.candidate.is_for_all:
         reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the matching call first"
-    elif not blames_waiter:
+    elif blames_waiter:
+        reason += f"; no call matches that of {describe_ranks(ranks, n)}"
+        waiting = tuple(rank for rank, c in pending.items() if c.peer in ranks and rank not in ranks)
+        if waiting and found.candidate.edit is Edit.MISDIRECTED:
+            reason += f"; {stated(waiting, 'waits for', n)} {describe_ranks(ranks, n)}"
+    else:
         reason += f"; {describe_awaited(evidence, ranks, entered, instead_of='the matching call')}"
     collectives = {
         rank: c for rank, c in sorted(entered.items()) if is_collective(c) and (blames_waiter or rank not in ranks)
