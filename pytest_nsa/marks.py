@@ -291,10 +291,16 @@ _RULES = (
 RULES: dict[str, MarkRule] = {rule.name: rule for rule in _RULES}
 
 
+def place_of(item: pytest.Item) -> tuple[str, int]:
+    """Return the file in which a test is defined, and its line, from 1."""
+    path, line, _ = item.reportinfo()
+    return str(path), (line or 0) + 1
+
+
 def wrong_marks(item: pytest.Item) -> Iterator[str]:
     """A sentence for each mark on ``item`` that cannot be used: file, line, the mark, and the right form."""
-    path, line, _ = item.reportinfo()
-    where = f"{path}:{(line or 0) + 1}: {item.name}"
+    path, line = place_of(item)
+    where = f"{path}:{line}: {item.name}"
     fixtures = getattr(item, "fixturenames", ())
     own = {id(mark) for mark in getattr(getattr(item, "obj", None), "pytestmark", ())}
     for mark in item.iter_markers():
@@ -329,8 +335,8 @@ def _wrong_hash_seeds(item: pytest.Item, where: str) -> Iterator[str]:
 
 def rank_problems(item: pytest.Item) -> Iterator[str]:
     """A sentence for a test that requests ranks and cannot have them."""
-    path, line, _ = item.reportinfo()
-    where = f"{path}:{(line or 0) + 1}: {item.name}"
+    path, line = place_of(item)
+    where = f"{path}:{line}: {item.name}"
     if not is_ranked(item):
         return
     if not isinstance(item, pytest.Function):
@@ -347,9 +353,9 @@ def rank_problems(item: pytest.Item) -> Iterator[str]:
 def other_plugin_warnings(item: pytest.Item) -> Iterator[str]:
     """Yield a warning for a test that requests ranks but that another plugin runs in this process: without ranks it would pass."""
     if is_ranked(item) and isinstance(item, pytest.Function):
-        path, line, _ = item.reportinfo()
+        path, line = place_of(item)
         yield (
-            f"{path}:{(line or 0) + 1}: {item.name}: would not run on ranks: another plugin runs it ({type(item).__name__}); "
+            f"{path}:{line}: {item.name}: would not run on ranks: another plugin runs it ({type(item).__name__}); "
             "remove its mark, and call asyncio.run(...) in a plain function, or use pytest-asyncio's or anyio's"
         )
 

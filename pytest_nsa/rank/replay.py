@@ -19,6 +19,7 @@ from _pytest.junitxml import LogXML, xml_key
 
 from nsa.trace.events import record
 from nsa.trace.stall.exceptions import cut, origin, record_exception
+from pytest_nsa import marks
 from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext
@@ -70,9 +71,9 @@ def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
     item = items.get(job.nodeid)
     if item is None:
         raise LookupError(f"{job.nodeid}: was not collected by the process that starts the ranks")
-    path, line, _ = item.reportinfo()
+    path, line = marks.place_of(item)
     names = getattr(inspect.unwrap(item.function), "__globals__", {}) if isinstance(item, pytest.Function) else {}
-    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{(line or 0) + 1} in {item.name}", names=names)
+    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{line} in {item.name}", names=names)
 
 
 def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
@@ -155,8 +156,7 @@ def _torch_skip_reason(error: BaseException) -> str:
 
 
 def _frame_of(item: pytest.Item) -> traceback.FrameSummary:
-    path, line, _ = item.reportinfo()
-    return traceback.FrameSummary(str(path), (line or 0) + 1, item.name, lookup_line=False)
+    return traceback.FrameSummary(*marks.place_of(item), item.name, lookup_line=False)
 
 
 def _suite_properties(config: pytest.Config) -> list[tuple[str, Any]]:
@@ -239,8 +239,7 @@ class RankRecorder:
             reason = _torch_skip_reason(error)
             if reason:
                 record(self.ctx.folder, event="skipped", reason=reason, **origin(error))
-                path, line, _ = item.reportinfo()
-                report.outcome, report.longrepr = "skipped", (str(path), (line or 0) + 1, f"Skipped: {reason}")
+                report.outcome, report.longrepr = "skipped", (*marks.place_of(item), f"Skipped: {reason}")
             elif isinstance(error, pytest.skip.Exception):
                 record(self.ctx.folder, event="skipped", reason=str(error.msg), **origin(error))
             elif isinstance(error, pytest.xfail.Exception):

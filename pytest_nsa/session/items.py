@@ -16,7 +16,7 @@ from _pytest._code.code import ExceptionChainRepr, ReprFileLocation, ReprTraceba
 from _pytest.junitxml import xml_key
 from _pytest.unittest import TestCaseFunction
 
-from pytest_nsa import marked
+from pytest_nsa import marked, marks
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.values import Evidence
@@ -189,8 +189,7 @@ class Ranked(pytest.Function):
             path = self.config.rootpath / match["file"]
             if path.is_file() and path.is_relative_to(self.config.rootpath) and "site-packages" not in path.parts:
                 return str(path), int(match["line"])
-        test, line, _ = self.reportinfo()
-        return str(test), (line or 0) + 1
+        return marks.place_of(self)
 
 
 def repeat_warnings(item: pytest.Item, evidence: Evidence) -> None:
@@ -204,13 +203,13 @@ def repeat_warnings(item: pytest.Item, evidence: Evidence) -> None:
             found[w["module"], w["category"], w["message"], w["filename"], w["lineno"]] = kind
         for command in rank.left_running:
             text = f"rank {rank.rank} left a process running, which was ended: {command}"
-            found["", "", text, str(item.path), (item.reportinfo()[1] or 0) + 1] = pytest.PytestWarning
+            found["", "", text, *marks.place_of(item)] = pytest.PytestWarning
         for name, where in rank.left_threads:
             text = f"rank {rank.rank} left the thread {name} at {where}: it is no daemon: a process of torchrun would wait for it"
-            found["", "", text, str(item.path), (item.reportinfo()[1] or 0) + 1] = pytest.PytestWarning
+            found["", "", text, *marks.place_of(item)] = pytest.PytestWarning
         for what, where, call in rank.left_handlers:
             text = f"rank {rank.rank} left {what} at {where}, which calls {call}: a process of torchrun would wait in it for others"
-            found["", "", text, str(item.path), (item.reportinfo()[1] or 0) + 1] = pytest.PytestWarning
+            found["", "", text, *marks.place_of(item)] = pytest.PytestWarning
     for (_, _, text, filename, line), kind in found.items():
         message = warnings.WarningMessage(text, kind, filename, line)
         item.ihook.pytest_warning_recorded.call_historic(

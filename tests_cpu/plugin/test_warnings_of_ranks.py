@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from pytest_nsa.testing import run_example
+from pytest_nsa.testing import HEADER, run_example
 
 LEAVES = """
 import threading
@@ -30,15 +32,23 @@ def test_a_thread_that_is_no_daemon_is_reported(pytester: pytest.Pytester) -> No
     assert "it is no daemon: a process of torchrun would wait for it" in " ".join(result.stdout.split())
 
 
+def test_a_warning_names_the_file_that_defines_an_imported_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(shared_tests=f"{HEADER}{LEAVES}")
+    result = run_example(pytester, "from shared_tests import test_leaves_a_thread")
+    assert result.outcomes == {"passed": 1, "warnings": 1}
+    assert re.search(r"shared_tests\.py:\d+: PytestWarning", result.stdout)
+
+
 def test_the_manager_of_a_pool_of_processes_ends_with_its_process(pytester: pytest.Pytester) -> None:
     source = """
     from concurrent.futures import ProcessPoolExecutor
 
-    POOL = ProcessPoolExecutor(1)
+    KEPT = []
 
     @world_size(2)
     def test_leaves_a_pool(group):
-        assert POOL.submit(int, "1").result() == 1
+        KEPT.append(ProcessPoolExecutor(1))
+        assert KEPT[0].submit(int, "1").result() == 1
     """
     result = run_example(pytester, source)
     assert result.outcomes["passed"] == 1

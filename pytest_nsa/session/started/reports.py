@@ -12,6 +12,7 @@ import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprTraceback
 
 from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.marks import place_of
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.conclude import Recorder
@@ -65,8 +66,7 @@ def _put_first(report: Any, text: list[str], *, is_explained: bool) -> None:
 
 def warn(item: pytest.Item, text: str) -> None:
     """Show a warning that no filter turns into a failure."""
-    line = (item.reportinfo()[1] or 0) + 1
-    message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, str(item.path), line)
+    message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, *place_of(item))
     item.ihook.pytest_warning_recorded.call_historic(
         kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
     )
