@@ -100,7 +100,8 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     else:
         round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
         reason = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
-    reason += members_of_groups(evidence, entered) + race_of_threads(evidence, entered) + because(terms)
+    race = race_of_threads(evidence, entered)
+    reason += members_of_groups(evidence, entered) + race + because(terms)
     culprits, cause, reason = explained(evidence, ranks, edit.cause, reason, entered)
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:
@@ -120,7 +121,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     return Finding(
         cause=cause, ranks=culprits, where=where, called_from=left.called_from, reason=reason, certain=found.is_certain,
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
-        terms=terms,
+        terms=terms, advice="give the thread a separate group: calls of two threads have no order in one" if race else "",
     )  # fmt: skip
 
 
