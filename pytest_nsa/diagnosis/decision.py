@@ -138,7 +138,7 @@ def surest(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
 
 
 def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], name: str, first: Verdict) -> str:
-    """State what is wrong: the number of failures by cause, and the scenario, rank, line and cause of ``first``."""
+    """State what is wrong: the number of failures by cause, and the scenario, rank, line, cause and first reason of ``first``."""
     where = f" at {first.where}" if first.where else ""
     share = f"{len(failed)} of {count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
     cause = f" ({first.cause})" if first.cause else ""
@@ -150,7 +150,7 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
     elif len(failed) > 1:
         share += ", all with this cause"
     subject = f"{name} ends in {first.outcome}{cause}" + (f" on {culprits}" if culprits else "")
-    return f"{subject}{where}: {first.reason.rstrip('.')}. {share}."
+    return f"{subject}{where}: {first.reason.partition('; ')[0].rstrip('.')}. {share}."
 
 
 def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:
