@@ -125,14 +125,14 @@ class RankRunner:
             job = replace(self.attachment.local(job), reuse="", stay=False)
         job = self._without_too_many_groups(job)
         try:
-            self._write_job(item.session, job)
-        except OSError as error:  # another process has filled the disk since the folder was made
-            self.folder.move(error)
-            remove_tree(folder)
-            folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
-            job = replace(job, folder=str(folder))
-            self._write_job(item.session, job)
-        try:
+            try:
+                self._write_job(item.session, job)
+            except OSError as error:  # another process may have filled the disk since the folder was made
+                self.folder.move(error)
+                remove_tree(folder)
+                folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
+                job = replace(job, folder=str(folder))
+                self._write_job(item.session, job)
             verdict, evidence = self._run(
                 item.session, job, keep=self._keeps(item, scenario), record=tried is None, is_tried=tried is not None
             )
