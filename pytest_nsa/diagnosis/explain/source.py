@@ -64,8 +64,6 @@ def loss_location(sources: Sources, place: str) -> str:
         return ""
     calls = [n for part in own_parts(found[-1]) for n in ast.walk(part) if isinstance(n, ast.Call)]
     losses = [c.func.value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"]
-    if any(isinstance(n, ast.Call) and _is_plain(n.func) for loss in losses for n in ast.walk(loss)):
-        return ""  # the line itself computes it
     names = {n.id for loss in losses for n in ast.walk(loss) if isinstance(n, ast.Name)}
     computed = [
         s.lineno
@@ -76,14 +74,6 @@ def loss_location(sources: Sources, place: str) -> str:
         and any(isinstance(n, ast.Call) for n in ast.walk(s.value))
     ]
     return f"{match['file']}:{max(computed)} in {place[match.end() :]}" if computed else ""
-
-
-def _is_plain(function: ast.expr) -> bool:
-    """Return whether a called expression is `model` or `self.model`, not a method of a value, such as `scaler.scale`."""
-    is_of_self = (
-        isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self"
-    )
-    return isinstance(function, ast.Name) or is_of_self
 
 
 def is_unwound_at(sources: Sources, place: str) -> bool:

@@ -37,7 +37,7 @@ _IO_WAITS = (
     "sigtimedwait",
 )  # fmt: skip
 _CHILD_FILES = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/popen_spawn_posix.py")
-_POOL_FILES = ("/multiprocessing/pool.py", "/concurrent/futures/process.py", "/loky/process_executor.py")
+_POOL_FILES = ("/multiprocessing/pool.py", "/concurrent/futures/process.py")
 _LOADER = "torch/utils/data/dataloader.py"
 
 
@@ -170,7 +170,7 @@ def _pool(rank: RankEvidence) -> Activity | None:
     """Find that the rank waits for a result of a pool of processes."""
     number, files = len(rank.process.get("children", ())), _library_files(rank)
     # A future's result: of threads, or of processes.
-    if any(file.endswith(("/concurrent/futures/_base.py", "/joblib/parallel.py")) for file in files):
+    if any(file.endswith("/concurrent/futures/_base.py") for file in files):
         files = [frame.file for thread in rank.threads for frame in thread.frames]
     if not number or not any(file.endswith(_POOL_FILES) for file in files):
         return None
