@@ -218,10 +218,10 @@ def counters_text(ranks_of: dict[str, list[int]]) -> str:
 def _stack_text(rank: RankEvidence) -> str:
     """Return each thread's frames down to where pytest called the test; the whole dump is in the rank's folder.
 
-    '' for a rank that has raised and runs none of the user's code: pytest reports its failure. Idle threads are omitted.
+    '' for a rank in which pytest reports a failure. Idle threads are omitted.
     """
     threads = [thread for thread in rank.threads or rank.fatal if not thread.is_ours]
-    if rank.exceptions and all(thread.user_frame is None for thread in threads):
+    if any(frame.function == "pytest_runtest_makereport" for thread in threads for frame in thread.frames):
         return ""
     shown = [t for t in threads if t.is_main or t.user_frame is not None or not t.waits_for_work]
     return visible("\n\n".join("\n".join(frame_lines(thread)[:MAX_SECTION_LINES]) for thread in shown))
