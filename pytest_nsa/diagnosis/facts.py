@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, by_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
@@ -304,3 +304,22 @@ def xid_facts(evidence: Evidence) -> tuple[Fact, ...]:
 def is_of_the_machine(evidence: Evidence) -> bool:
     """Return whether the driver logged an error that the program did not cause."""
     return any(xid in _OF_THE_MACHINE for _, xid in evidence.xids)
+
+
+def racing(evidence: Evidence, entered: Mapping[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that make their call of a group in a side thread, without waiting for it, where the others make theirs
+    in the main thread: such calls have no order.
+
+    () where a side of the ranks has both kinds of threads, which cannot explain the difference; and without stacks.
+    """
+    aside = tuple(sorted(rank for rank, call in entered.items() if call.side_thread))
+    kinds: dict[object, set[int]] = {}
+    for call in entered.values():
+        kinds.setdefault((call.place, call.shape), set()).add(call.side_thread)
+    is_mixed = any(len(threads) > 1 for threads in kinds.values())
+    if is_mixed or len({call.process_group for call in entered.values()}) != 1 or len(aside) == len(entered):
+        return ()
+    stacks = ([*evidence.ranks[rank].threads, *evidence.ranks[rank].fatal] for rank in aside)
+    mains = [thread for threads in stacks for thread in threads if thread.is_main]  # an aborted rank may have none
+    is_awaited = any(main.waits_for_a_thread or main.runs_a_loop for main in mains)
+    return aside if mains and not is_awaited else ()

@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.explain.locations import parts_of
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.messages import END, KEY
 from pytest_nsa.diagnosis.explain.terms import OWN, SHARED
-from pytest_nsa.diagnosis.facts import doing
+from pytest_nsa.diagnosis.facts import doing, racing
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.stacks import Frame
@@ -93,11 +93,9 @@ def waits_for_a_key(rank: RankEvidence) -> str:
 
 
 def race_of_threads(evidence: Evidence, entered: Mapping[int, Collective]) -> str:
-    """Return in words that some ranks make their call of a group in a side thread and the others in their main thread; ''
-    where all do the same. ``entered`` has the call of each rank.
-    """
-    aside = tuple(sorted(rank for rank, call in entered.items() if call.side_thread))
-    if len({call.process_group for call in entered.values()}) != 1 or len(aside) in (0, len(entered)):
+    """Return in words that threads of the ranks race (`facts.racing`); '' where they do not."""
+    aside = racing(evidence, entered)
+    if not aside:
         return ""
     who, does = describe_ranks(aside, evidence.job.world_size), "calls" if len(aside) == 1 else "call"
     functions = {parts_of(place)[2] for rank in aside for place in entered[rank].lines[:1]} - {""}

@@ -230,5 +230,5 @@ def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
         # A thread that a library has started for the user has none of the user's frames.
         threads = (*others, *(t for t in threads if t is not main and not t.is_ours and t not in others))
         at_work = next((t for t in threads if not t.waits_for_work), None)
-        return at_work or next((t for t in others if t.runs_a_call), main)  # the call may wait for a pool itself
+        return at_work or next((t for t in others if t.runs_a_call and t.waits_for_a_thread), main)
     return main

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,38 @@ from pytest_nsa.system.procfs import text_of
 def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     """Return, per rank of ``pids`` (rank -> pid), the file of the lock that it waits for (``waits_for_lock``) and the ranks that
     hold it (``held_by``); and a file that it has open while another rank holds a lock on it (``open_and_locked``, ``locked_by``):
-    the rank may poll for that lock. Ranks without both are skipped.
+    the rank may poll for that lock. Two shared locks do not exclude each other. Ranks without both are skipped.
     """
-    held: dict[str, list[int]] = {}
-    waited: dict[str, list[int]] = {}
+    held: dict[str, list[tuple[int, bool]]] = {}  # by file: (pid, whether its lock is shared)
+    waited: dict[str, list[tuple[int, bool]]] = {}
     for line in text_of(Path("/proc/locks")).splitlines():
         fields = line.replace("-> ", "").split()
         if len(fields) >= 6 and fields[4].lstrip("-").isdigit():
-            (waited if "->" in line else held).setdefault(fields[5], []).append(int(fields[4]))
+            (waited if "->" in line else held).setdefault(fields[5], []).append((int(fields[4]), fields[3] == "READ"))
     ranks = {pid: rank for rank, pid in pids.items()}
-    if not any(pid in ranks for holders in (*held.values(), *waited.values()) for pid in holders):
+    if not any(pid in ranks for holders in (*held.values(), *waited.values()) for pid, _ in holders):
         return {}  # saves a look at the open files of many ranks
     found: dict[int, dict[str, Any]] = {}
     for pid, rank in ranks.items():
-        wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
+        wanted = next((inode for inode, waiters in waited.items() if pid in dict(waiters)), "")
         paths, facts = _open_files(pid), dict[str, Any]()
-        others = {
-            i: sorted({ranks[h] for h in holders if h in ranks and h != pid})
-            for i, holders in held.items()
-            if i in paths and pid not in holders
-        }
-        polled = next((i for i, holders in others.items() if holders), "")
-        if polled:
-            facts["open_and_locked"], facts["locked_by"] = paths[polled], others[polled]
+        others = {i: _excluding(pid, holders) for i, holders in held.items() if i in paths}
+        polled = {i: sorted({ranks[h] for h in holders if h in ranks}) for i, holders in others.items()}
+        file = next((i for i, holders in polled.items() if holders), "")
+        if file:
+            facts["open_and_locked"], facts["locked_by"] = paths[file], polled[file]
         if wanted:
             facts["waits_for_lock"] = paths.get(wanted, "a file")
-            facts["held_by"] = sorted({ranks[p] for p in held.get(wanted, ()) if p in ranks})
+            facts["held_by"] = sorted({ranks[p] for p, _ in held.get(wanted, ()) if p in ranks})
         if facts:
             found[rank] = facts
     return found
+
+
+def _excluding(pid: int, holders: Sequence[tuple[int, bool]]) -> set[int]:
+    """Return the other processes with a lock on a file that excludes ``pid``: no shared lock does where it has only such."""
+    has_shared = {shared for holder, shared in holders if holder == pid} == {True}
+    return {holder for holder, shared in holders if holder != pid and not (shared and has_shared)}
 
 
 def _open_files(pid: int) -> dict[str, str]:

@@ -165,6 +165,7 @@ def test_a_reduction_more_among_those_begun_together(group):
     n=3,
     family="swap",
     origin="unseen 2026-11-25",
+    miss="the cause: calls that are waited for a step later",
 )
 def test_calls_that_are_begun_in_another_order_from_a_step_on(group):
     """What a step begins is waited for a step later: all have begun as many calls when they wait."""

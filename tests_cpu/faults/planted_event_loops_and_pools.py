@@ -8,6 +8,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import queue
 import selectors
 import socket
 import sqlite3
@@ -240,3 +241,37 @@ def test_a_file_is_polled_for_while_all_have_one_database_open(group, tmp_path):
             time.sleep(0.1)  # HERE
 
     rounds(group, 1, polled)
+
+
+@planted(
+    "lock_deadlock", [0, 1], n=2, marked=True, reason="polls for a lock on", family="lock", origin="review 2026-11-28"
+)
+def test_two_write_to_a_database_in_wal_mode(group, tmp_path):
+    """Each has a shared lock on the database's index, too."""
+    table = sqlite3.connect(tmp_path / "cache.db", timeout=1000, isolation_level=None)
+    if group.rank == 0:
+        table.execute("pragma journal_mode=wal")
+        table.execute("create table rows (key, value)")
+    group.barrier()
+    table.execute("select * from rows").fetchall()
+    if group.rank == 0:
+        table.execute("begin immediate")
+        table.execute("insert into rows values (1, 2)")
+        group.barrier()
+        group.barrier()  # HERE
+        table.execute("commit")
+    else:
+        group.barrier()
+        table.execute("insert into rows values (2, 3)")  # HERE
+        group.barrier()
+
+
+@planted("child_process", [1], n=2, marked=True, reason="pool", family="child", origin="review 2026-11-28")
+def test_a_thread_of_a_pool_takes_from_a_queue_while_a_process_works(group):
+    items, threads = queue.Queue(), concurrent.futures.ThreadPoolExecutor(1)
+    threads.submit(items.get)
+    if group.rank == 1:
+        context = multiprocessing.get_context("fork")
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=context).submit(time.sleep, 1000).result()  # HERE
+    group.barrier()
+    items.put(None)

@@ -386,3 +386,19 @@ def test_tries_that_failed_and_were_asked_are_no_reason(group):
             x = pool.submit(read, 2 * step).result() if first.exception() else first.result()
             if (group.rank, step) != (1, 4):
                 dist.all_reduce(x)  # HERE
+
+
+@planted("skipped_collective", [2], n=3, marked=True, family="skip", origin="review 2026-11-28")
+def test_a_rank_skips_a_call_while_another_trains_in_a_thread_that_it_joins(group):
+    def train():
+        for step in range(6):
+            dist.all_reduce(torch.ones(3))
+            if (group.rank, step) != (2, 4):
+                dist.all_reduce(torch.ones(5))  # HERE
+
+    if group.rank == 0:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    else:
+        train()

@@ -13,7 +13,7 @@ from pytest_nsa.diagnosis.explain.message_terms import message_values
 from pytest_nsa.diagnosis.explain.messages import END, KEY, Messages, Owed, is_collective
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
 from pytest_nsa.diagnosis.explain.terms import Sizes, position_values, values_of
-from pytest_nsa.diagnosis.facts import calls_before, rings
+from pytest_nsa.diagnosis.facts import calls_before, racing, rings
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence
@@ -110,7 +110,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     sides, made = _sides(entered), _made_by(evidence, entered)
     places = {c.place for c in entered.values()}
     pairs = (
-        _sides_at_one_place(entered, sides)
+        _sides_at_one_place(evidence, entered, sides)
         if len(places) == 1 and len(sides) > 1
         else _sides_in_waits(evidence, entered, sides)
     )
@@ -146,13 +146,14 @@ def _sides(entered: Calls) -> list[Ranks]:
     return sorted(map(tuple, found.values()), key=lambda side: (-len(side), side))
 
 
-def _sides_at_one_place(entered: Calls, sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
+def _sides_at_one_place(
+    evidence: Evidence, entered: Calls, sides: Sequence[Ranks]
+) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
     """Yield (edits, ranks, others) for ranks that made different calls at one place of a group's sequence.
 
-    Where some call in a side thread and others in their main thread, the order is a race: no call was skipped or added.
+    A race of two threads explains the difference: no call was skipped or added.
     """
-    is_race = len({c.side_thread for c in entered.values()}) > 1
-    edits = (Edit.MISMATCH,) if is_race else (Edit.SKIP, Edit.EXTRA, Edit.MISMATCH)
+    edits = (Edit.MISMATCH,) if racing(evidence, entered) else (Edit.SKIP, Edit.EXTRA, Edit.MISMATCH)
     for side in sides[:MOST_SIDES]:
         yield edits, side, next(s for s in sides if s is not side)
     if len(sides) > 2:
@@ -318,7 +319,7 @@ def _closest(evidence: Evidence, entered: Calls, ranks: Ranks, others: Ranks) ->
     Ranks of one side may have come to one call by different ways. An aborted rank leaves no stack, and is taken if all are.
     """
     some, rest = (
-        [r for r in side if evidence.ranks[r].last_stack is not None][:MOST_LIKE] or side for side in (ranks, others)
+        ([r for r in side if evidence.ranks[r].last_stack is not None] or side)[:MOST_LIKE] for side in (ranks, others)
     )
     return max(itertools.product(some, rest), key=lambda pair: _outer_lines(*(entered[r].way for r in pair)))
 

@@ -131,9 +131,11 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
 
 
 def _is_past_forward(rank: RankEvidence, step: int) -> bool:
-    """Return whether a rank is past the forward of a step: in its backward or optimizer, or in a later step."""
-    board = rank.board
-    return board is not None and (board.numbers["step"] > step or board.phase in ("backward", "optimizer"))
+    """Return whether a rank has begun the backward of a step, or a later step."""
+    if rank.board is None:
+        return False
+    now, length = rank.board.numbers["step"], rank.board.numbers.get("path_length", -1)  # -1 during a forward
+    return now > step or (now == step and length >= 0)
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
