@@ -125,14 +125,8 @@ class RankRunner:
             job = replace(self.attachment.local(job), reuse="", stay=False)
         job = self._without_too_many_groups(job)
         try:
-            try:
-                self._write_job(item.session, job)
-            except OSError as error:  # another process may have filled the disk since the folder was made
-                self.folder.move(error)
-                remove_tree(folder)
-                folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
-                job = replace(job, folder=str(folder))
-                self._write_job(item.session, job)
+            job = self._with_its_file(item.session, job, name)
+            folder = Path(job.folder)
             verdict, evidence = self._run(
                 item.session, job, keep=self._keeps(item, scenario), record=tried is None, is_tried=tried is not None
             )
@@ -179,6 +173,17 @@ class RankRunner:
         with self._launches:
             self._write_job(session, job)
             return self._run(session, job, keep=True, record=False)[0]
+
+    def _with_its_file(self, session: pytest.Session, job: Job, name: str) -> Job:
+        """Return the job, written; in a new folder if another process has filled the disk since its folder was made."""
+        try:
+            self._write_job(session, job)
+        except OSError as error:
+            self.folder.move(error)
+            remove_tree(Path(job.folder))
+            job = replace(job, folder=str(self.folder.test_folder(name, self._ranks_here(job.world_size))))
+            self._write_job(session, job)
+        return job
 
     def _write_job(self, session: pytest.Session, job: Job) -> None:
         content = {**job.to_json(), "nodeid": self.shown_id(session, job.nodeid)}

@@ -16,23 +16,31 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     the rank may poll for that lock. Two shared locks do not exclude each other. Ranks without both are skipped.
     """
     held: dict[str, list[tuple[int, bool]]] = {}  # by file: (pid, whether its lock is shared)
-    waited: dict[str, list[tuple[int, bool]]] = {}
+    waited: dict[str, list[int]] = {}
     for line in text_of(Path("/proc/locks")).splitlines():
         fields = line.replace("-> ", "").split()
         if len(fields) >= 6 and fields[4].lstrip("-").isdigit():
-            (waited if "->" in line else held).setdefault(fields[5], []).append((int(fields[4]), fields[3] == "READ"))
+            pid, inode = int(fields[4]), fields[5]
+            if "->" in line:
+                waited.setdefault(inode, []).append(pid)
+            else:
+                held.setdefault(inode, []).append((pid, fields[3] == "READ"))
     ranks = {pid: rank for rank, pid in pids.items()}
-    if not any(pid in ranks for holders in (*held.values(), *waited.values()) for pid, _ in holders):
+    holding = ([pid for pid, _ in holders] for holders in held.values())
+    if not any(pid in ranks for several in (*holding, *waited.values()) for pid in several):
         return {}  # saves a look at the open files of many ranks
     found: dict[int, dict[str, Any]] = {}
     for pid, rank in ranks.items():
-        wanted = next((inode for inode, waiters in waited.items() if pid in dict(waiters)), "")
+        wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
         paths, facts = _open_files(pid), dict[str, Any]()
-        others = {i: _excluding(pid, holders) for i, holders in held.items() if i in paths}
-        polled = {i: sorted({ranks[h] for h in holders if h in ranks}) for i, holders in others.items()}
-        file = next((i for i, holders in polled.items() if holders), "")
-        if file:
-            facts["open_and_locked"], facts["locked_by"] = paths[file], polled[file]
+        others = {
+            i: sorted({ranks[h] for h in _excluding(pid, holders) if h in ranks})
+            for i, holders in held.items()
+            if i in paths
+        }
+        polled = next((i for i, holders in others.items() if holders), "")
+        if polled:
+            facts["open_and_locked"], facts["locked_by"] = paths[polled], others[polled]
         if wanted:
             facts["waits_for_lock"] = paths.get(wanted, "a file")
             facts["held_by"] = sorted({ranks[p] for p, _ in held.get(wanted, ()) if p in ranks})

@@ -21,8 +21,12 @@ def lasting_threads() -> dict[threading.Thread, str]:
             continue
         thread.join(ENDING_S)
         frame = sys._current_frames().get(thread.ident or 0)
-        is_idle = frame is not None and (frame.f_code.co_filename.endswith(_POOL) or _is_idle_manager(thread))
-        if not thread.is_alive() or frame is None or is_idle:
+        if (
+            not thread.is_alive()
+            or frame is None
+            or frame.f_code.co_filename.endswith(_POOL)
+            or _is_idle_manager(thread)
+        ):
             continue
         found[thread] = describe(user_frame(frame)) or describe(frame)
         del frame
