@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     exits.rank_raised,
     payloads.aborted_in_different_calls,
     payloads.aborted,
+    payloads.received_another_size,
     exits.rank_died,
     exits.rank_gone,
     exits.rank_exited,

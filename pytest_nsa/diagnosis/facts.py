@@ -26,6 +26,7 @@ def exit_fact(rank: RankEvidence) -> Fact:
     """Return how the rank ended."""
     if rank.signal:
         text = f"ended by {signal_text(rank.signal)}" + (" (sent by us)" if rank.by_us else "")
+        text += f": {rank.abort_message[:300]}" if rank.abort_message else ""
     elif rank.exit_code is not None:
         text = f"exited with code {rank.exit_code}" + ("" if rank.finished else " before its test was done")
     else:

@@ -92,6 +92,9 @@ def waits_for_a_key(rank: RankEvidence) -> str:
     return f"waits for a key of a store that no rank has set{f': {key}' if key else ''}"
 
 
+A_GROUP_A_THREAD = "give the thread a separate group: calls of two threads have no order in one"
+
+
 def race_of_threads(evidence: Evidence, entered: Mapping[int, Collective]) -> str:
     """Return in words that threads of the ranks race (`facts.racing`); '' where they do not."""
     aside = racing(evidence, entered)

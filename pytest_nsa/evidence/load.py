@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.first_gone import mark_first_gone
-from pytest_nsa.evidence.native import innermost_symbol
+from pytest_nsa.evidence.native import abort_message, innermost_symbol
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
@@ -178,6 +179,7 @@ def _read_rank(
         threads=_threads(dump, own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
+        abort_message=abort_message(_text(folder / "output.log")) if exit_event.get("signal") == signal.SIGABRT else "",
         children_threads=parse_children(dump),
         fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
         reports=tuple(read_reports(folder / "reports.jsonl")),

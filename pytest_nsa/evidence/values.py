@@ -148,8 +148,9 @@ class RankEvidence:
     """The evidence of one rank. ``signal`` ended it (0: no signal did); ``by_us``: the host sent it. ``anomalies`` are unusual
     steps; ``modules`` are those that the current forward had called, in order; ``ddp`` has the latest numbers that DDP gives;
     ``groups`` has the members of the rank's groups, ``numbers`` its number in other worlds; ``left`` is where it skipped, or
-    expected to fail, and after what; ``pytest_exit`` has the arguments of its call of ``pytest.exit``; ``gone`` is when its process
-    was last alive, if its end was not observed; ``beat_age_s`` is how long its heartbeat had been silent at the stall.
+    expected to fail, and after what; ``pytest_exit`` has the arguments of its call of ``pytest.exit``; ``abort_message`` is what
+    its process printed before SIGABRT ended it; ``gone`` is when its process was last alive, if its end was not observed;
+    ``beat_age_s`` is how long its heartbeat had been silent at the stall.
     """
 
     rank: int
@@ -173,6 +174,7 @@ class RankEvidence:
     children_threads: tuple[tuple[ThreadStack, ...], ...]
     native_symbol: str
     native_absent: str
+    abort_message: str
     reports: tuple[dict[str, Any], ...]
     heartbeats: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]

@@ -12,7 +12,7 @@ from nsa.trace.frames import is_user_file
 from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
-from pytest_nsa.evidence.native import innermost_symbol
+from pytest_nsa.evidence.native import abort_message, innermost_symbol
 from pytest_nsa.evidence.stacks import Frame, parse_dump, thread_that_shows
 from pytest_nsa.system.gpu import look_at_gpus
 from pytest_nsa.testing import run_example
@@ -123,6 +123,48 @@ def test_the_innermost_native_symbol_is_the_main_thread_s() -> None:
     )
     assert innermost_symbol(text) == "at::native::add in libtorch_cpu.so"
     assert innermost_symbol('Thread 7 (active): "MainThread"\n    forward (model.py:3)\n') == ""
+
+
+WATCHDOG = """\
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: [Rank 1] Watchdog \
+caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=10000) ran for 10006 milliseconds
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            "a line\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  4000 vs 4. \nmore\n",
+            "gloo::EnforceNotMet: 4000 vs 4.",
+        ),
+        ("terminate called after throwing an instance of 'int'\n", "int"),
+        ("libc++abi: terminating due to uncaught exception of type std::bad_alloc: why\n", "std::bad_alloc: why"),
+        (
+            "python: x.c:3: int f(int): Assertion `n > 0' failed.\n",
+            "python: x.c:3: int f(int): Assertion `n > 0' failed.",
+        ),
+        ("assert n > 0\nAssertionError: it said 'terminate called after'\n", ""),
+    ],
+)
+def test_the_message_of_an_abort(output: str, message: str) -> None:
+    assert abort_message(output) == message
+
+
+def test_a_rank_that_a_backend_aborted_for_its_wait_did_not_die_first(tmp_path: Path) -> None:
+    """NCCL's watchdog aborts rank 1, which waited for rank 0, before the kernel's signal ends that one."""
+    folder = make_folder(tmp_path / "t")
+    (folder / "rank1" / "output.log").write_text(WATCHDOG)
+    exits = [{"event": "exit", "time": 6.0, "rank": 1, "code": 0, "signal": 6, "by_us": False}]
+    (folder / "host.jsonl").write_text(json.dumps(exits[0]) + "\n")
+    alone = diagnose(load(folder))
+    assert (alone.ranks, alone.certain) == ((1,), False)
+    assert "Watchdog caught collective operation timeout" in alone.reason
+    exits.append({"event": "exit", "time": 7.0, "rank": 0, "code": 0, "signal": 11, "by_us": False})
+    (folder / "host.jsonl").write_text("".join(json.dumps(e) + "\n" for e in exits))
+    both = diagnose(load(folder))
+    assert (both.cause, both.ranks, both.certain) == ("rank_died", (0,), True)
 
 
 @pytest.mark.parametrize(

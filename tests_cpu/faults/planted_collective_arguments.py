@@ -260,3 +260,13 @@ def test_other_rows_than_were_told(group):
         if (group.rank, step) == (3, 3):
             gives[2] += 1  # HERE
         exchange(torch.ones(20, 2), gives.tolist(), takes.tolist())
+
+
+@planted(
+    "collective_mismatch", [0, 1], marked=True, reason="another size", family="mismatch", origin="unseen 2026-11-29"
+)
+def test_sizes_of_a_call_of_the_backend(group):
+    """The backend's object is called, which no trace records: gloo aborts a rank, and the recorded calls agree."""
+    dist.all_reduce(torch.ones(3))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.allreduce([torch.ones(4000 if group.rank else 4)]).wait()  # HERE

@@ -26,7 +26,7 @@ FILES = (
     "job.json", "host.jsonl", "source.jsonl", "heartbeat_rank*.jsonl", "rank*/events.jsonl", "rank*/board.bin",
     "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/stall.json", "rank*/standing.json",
     "rank*/counters.json", "rank*/reports.jsonl",
-    "rank*/checksums.jsonl", "asked.json",
+    "rank*/checksums.jsonl", "rank*/output.log", "asked.json",
 )  # fmt: skip
 HEALTHY = ARCHIVES / "healthy"  # of healthy programs, at the moment of their longest pause
 MOST_LINES = 200  # the latest of a rank's reports, heartbeats and checksums

@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.diagnosis.words import (
+    A_GROUP_A_THREAD,
     because,
     each_call,
     exhausted_loaders,
@@ -121,7 +122,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     return Finding(
         cause=cause, ranks=culprits, where=where, called_from=left.called_from, reason=reason, certain=found.is_certain,
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
-        terms=terms, advice="give the thread a separate group: calls of two threads have no order in one" if race else "",
+        terms=terms, advice=A_GROUP_A_THREAD if race else "",
     )  # fmt: skip
 
 

@@ -28,7 +28,8 @@ from pytest_nsa.evidence.waiting import FOR_A_DEVICE
 VICTIM_TEXTS = (
     "connection closed by peer", "connection reset by peer", "read error", "write error", "broken pipe",
     "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
-    "connection refused", "connectfullmesh failed", "rank has terminated", "failed to pass monitoredbarrier",
+    "collective operation timeout", "connection refused", "connectfullmesh failed", "rank has terminated",
+    "failed to pass monitoredbarrier",
 )  # fmt: skip
 _GAVE_UP = re.compile(r"(?i)timed out|timeout")
 _ASSERTIONS = ("AssertionError", "Failed")
@@ -114,7 +115,7 @@ def init_timeout(evidence: Evidence) -> Finding | None:
 
 def rank_died(evidence: Evidence) -> Finding | None:
     """Find that a signal that we did not send ended a rank; if several, the first."""
-    dead = _deaths(evidence)
+    dead = deaths(evidence)
     if not dead:
         return None
     rank = dead[0]
@@ -126,13 +127,22 @@ def rank_died(evidence: Evidence) -> Finding | None:
         f"; it was last seen at {board.line}, {max(0.0, rank.exit_time - seen):.2f} s before" if board and seen else ""
     )
     reason = f"rank {rank.rank} was ended by {name}{at}{ago}"
-    found = found_on(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
+    if rank.abort_message:
+        reason += f": {rank.abort_message[:200]}"
+    # A backend aborts a rank that another one lets wait, or that lost its connection.
+    is_sure = not is_victim_text(rank.abort_message)
+    found = found_on(
+        evidence, "rank_died", [rank], reason, 0.95 if is_sure else 0.3, certain=is_sure, facts=(exit_fact(rank),)
+    )
     return replace(found, advice=_OF_CRASHES) if rank.signal in _OF_A_CRASH else found
 
 
-def _deaths(evidence: Evidence) -> list[RankEvidence]:
-    """Return the ranks that a signal ended which the host did not send, the first one first."""
-    return sorted((r for r in evidence.ranks if r.signal and not r.by_us), key=lambda r: r.exit_time)
+def deaths(evidence: Evidence) -> list[RankEvidence]:
+    """Return the ranks that a signal ended which the host did not send, the first one first; last those that a lost
+    connection aborted.
+    """
+    dead = (r for r in evidence.ranks if r.signal and not r.by_us)
+    return sorted(dead, key=lambda r: (is_victim_text(r.abort_message), r.exit_time))
 
 
 def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
@@ -153,7 +163,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     if not found:
         return None
     first_rank, error = found[0]
-    if any(r.exit_time <= error.time and r is not first_rank for r in _deaths(evidence)):
+    if any(r.exit_time <= error.time and r is not first_rank for r in deaths(evidence)):
         return None  # an exception after a death may be its consequence
     same = [(r, e) for r, e in found if (e.type, e.file, e.line) == (error.type, error.file, error.line)]
     failed = _failed_in_a_checkpoint(error)

@@ -9,17 +9,40 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
-from pytest_nsa.diagnosis.facts import all_facts, exception_fact, has_lost_calls, rings
+from pytest_nsa.diagnosis.facts import all_facts, exception_fact, has_lost_calls, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
-from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.exits import deaths, is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
+from pytest_nsa.diagnosis.words import A_GROUP_A_THREAD
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
 from pytest_nsa.evidence.collectives import Rings, by_place, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
 _PARAMETERS = re.compile(r"(?i)rank (\d+) has (?:inconsistent )?(\d+) params")  # of torch's message
+_ANOTHER_SIZE = "Received data size doesn't match expected size"  # gloo's message
 NOTE = 96  # bytes of a note on the board, where a longer one is cut
+
+
+def received_another_size(evidence: Evidence) -> Finding | None:
+    """Find that gloo received a message of another size than a call expects, though the recorded calls agree."""
+    rank = next(iter(deaths(evidence)), None)
+    if rank is None or _ANOTHER_SIZE not in rank.abort_message:
+        return None
+    call = rank.board.waits_in if rank.board is not None else None
+    calls = [c for c in rank.collectives if call is not None and c.process_group == call.process_group]
+    at = f" in {call.describe()}" if call is not None else ""
+    reason = f"gloo aborted rank {rank.rank}{at}: it received a message of another size than the call expects, "
+    reason += "although the recorded calls agree"
+    is_race = len({c.side_thread for c in calls}) > 1
+    if is_race:
+        reason += f"; rank {rank.rank} calls in this group in several threads: their order is a race"
+    return Finding(
+        cause="collective_mismatch", reason=reason, confidence=0.6, facts=all_facts(evidence.ranks),
+        ranks=evidence.members(call.process_group) if call is not None else tuple(r.rank for r in evidence.ranks),
+        where=call.site if call is not None else last_seen(rank),
+        advice=A_GROUP_A_THREAD if is_race else "look for calls that are not recorded: of a backend's object, or in C++",
+    )  # fmt: skip
 
 
 def aborted(evidence: Evidence) -> Finding | None:
