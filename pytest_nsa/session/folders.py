@@ -103,7 +103,7 @@ class RunFolder:
         """Continue in a temporary folder, as this one cannot be written to. Raises ``error`` if the run has moved already."""
         if self._has_moved:
             raise error
-        self._has_moved, self._left = True, self._path
+        self._has_moved, self._left, self._taken = True, self._path, {}
         self._open(private_folder() / "artifacts")
         self.report(f"{short_path(self._left or self.root)}: {error.strerror}: evidence goes to {self._path}")
 
