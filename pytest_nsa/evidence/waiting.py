@@ -67,10 +67,10 @@ def torch_wait(frames: Sequence[Frame]) -> str:
     """Return the function of torch in which a thread waits for other ranks; '' if it does not. Frames innermost first.
 
     Every frame from the innermost to that function must be torch's: if it has called other code (pickling, an import), the
-    thread is at work.
+    thread is at work. It may wait for an event that a thread of torch's sets, as in RPC.
     """
     found = ""
-    for frame in frames:
+    for frame in itertools.dropwhile(_is_of_an_event, frames):
         if any(part in frame.file for part in _DISPATCH):
             continue
         if frame.is_user or not any(part in frame.file for part in _TORCH_S):
@@ -78,6 +78,10 @@ def torch_wait(frames: Sequence[Frame]) -> str:
         if _WAITS.match(frame.function):
             found = frame.function
     return found
+
+
+def _is_of_an_event(frame: Frame) -> bool:
+    return frame.file.endswith("/threading.py") and frame.function == "wait"
 
 
 def _depth(frames: Sequence[Frame]) -> int:
