@@ -94,7 +94,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         reason = f"{who} {went} without {other.describe()}, in which the others wait ({detail}){each}"
     elif edit is Edit.SKIP:
         detail = f"{who} left the loop that the others are in" if values.get("left") else "call skipped"
-        reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former ({detail})"
+        reason = f"{who} went on without {other.describe()}, in which the others wait ({detail}), and entered {mine.describe()}"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
         reason = f"{who} entered {mine.describe()}, which the others {went}{each}"
