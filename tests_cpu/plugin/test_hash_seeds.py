@@ -45,7 +45,10 @@ def test_after_it_ranks_are_forked(group):
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 3, "failed": 1}, result.stdout
     verdict = result.verdicts["test_given"]
-    assert verdict.cause == "collective_mismatch"
+    assert verdict.outcome == "HANG"
+    # The second calls differ in size, and one earlier call shows no order: a skipped call explains them as well.
+    assert verdict.cause in ("collective_mismatch", "skipped_collective")
+    assert not verdict.certain
     assert "in reduce_all" in verdict.where
     assert "hash seeds: @hash_seeds(1, 2) starts the ranks with these again" in result.stdout
 

@@ -58,6 +58,8 @@ def _order(order: Order, *, counted: bool) -> Callable[[Contrast], float]:
 
 
 def _passed_over(c: Contrast) -> float:
+    if token(c.call) == token(c.other_call):
+        return 0.0  # a loop of one call: nothing shows which of its rounds was passed over
     return (1 - _bits("other")(c)) * (1 - _bits("other", "own")(c))
 
 
