@@ -25,7 +25,7 @@ from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
 from pytest_nsa.report.runs import KEPT, KEPT_FAILED, in_short
-from pytest_nsa.report.summary import Entry
+from pytest_nsa.report.summary import Entry, read_entries
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import write_atomically
 
@@ -132,6 +132,13 @@ def _count(text: str) -> int:
 def _diagnose(arguments: argparse.Namespace) -> int:
     first, *others = arguments.folders
     if not find_test_folders(first):
+        verdicts = [entry.verdict for entry in read_entries(first)]
+        if verdicts and not any(verdict.failed for verdict in verdicts):
+            print(
+                f"no test failed, of {len(verdicts)}; of those that pass, --ranks-keep=all keeps the evidence",
+                file=sys.stderr,
+            )
+            return 0
         print(
             f"error: {str(first)!r}: no evidence here (no job.json); give a run's or a test's folder",
             file=sys.stderr,

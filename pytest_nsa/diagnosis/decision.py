@@ -55,7 +55,7 @@ class Decision:
 
 
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:
-    """Return the decision that the verdicts support; the verdict with the highest confidence leads it."""
+    """Return the decision that the verdicts support: on the most frequent cause, by its verdict with the highest confidence."""
     failed = {name: v for name, v in verdicts.items() if v.failed}
     if not verdicts:
         return Decision(

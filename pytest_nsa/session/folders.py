@@ -129,7 +129,7 @@ class RunFolder:
 
     def _make(self, root: Path) -> Path:
         make_folder(root)
-        if not os.path.lexists(root / ".gitignore"):
+        if not any(root.iterdir()):  # else it may be a folder of the user's, with files that git is to see
             write_atomically(root / ".gitignore", "*\n", follow=True)
         if self.name:  # xdist workers write into the run that the controller named
             path = root / self.name

@@ -102,6 +102,15 @@ def test_diagnose_without_evidence_is_an_error(tmp_path: Path, capsys: pytest.Ca
     assert "no evidence here (no job.json)" in capsys.readouterr().err
 
 
+def test_diagnose_of_a_run_in_which_all_passed_is_no_error(
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_example(pytester, "@world_size(1)\ndef test_a(group): pass").run
+    assert run is not None
+    assert main(["diagnose", str(run)]) == 0
+    assert "no test failed, of 1; of those that pass, --ranks-keep=all keeps the evidence" in capsys.readouterr().err
+
+
 def test_diagnose_reads_a_moved_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moved = make_folder(tmp_path / "t").rename(tmp_path / "elsewhere")
     assert main(["diagnose", str(moved), "--json"]) == 1
