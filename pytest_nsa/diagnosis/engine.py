@@ -104,10 +104,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# For ranks that stall while the test runs.
+# For ranks that stall while the test runs, in the same order: what is announced is the later verdict.
 SUSPICIONS: tuple[Rule, ...] = (
-    exits.rank_gone, exits.rank_replaced, groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired,
-    calls.waiting_in_different_calls, messages.lost_messages, absence.left_alone, speed.graph_explosion, speed.straggler,
+    groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired, calls.waiting_in_different_calls,
+    messages.lost_messages, exits.rank_gone, exits.rank_replaced, absence.left_alone, speed.graph_explosion, speed.straggler,
     absence.skipped_in_a_request, keys.unset, stalls.blocked, stalls.in_transit, absence.not_entered,
 )  # fmt: skip
 
