@@ -82,6 +82,18 @@ def test_the_first_cause_is_not_the_first_line(tmp_path: Path) -> None:
     assert verdict.advice.startswith("native code crashed"), "no other process is this signal's sender"
 
 
+@pytest.mark.parametrize(("state", "share"), [("R", 0.5), ("S", 0.05)])
+def test_a_rank_computes_by_all_its_samples_if_it_still_wants_the_cpu(tmp_path: Path, state: str, share: float) -> None:
+    """On a busy machine, other processes had the CPU in the last, short interval."""
+    folder = make_folder(tmp_path / "t", world_size=1)
+    facts = {"event": "process", "rank": 0, "state": state, "wants_cpu": state == "R", "wchan": "0", "cpu_share": 0.0}
+    samples = [(0.0, 1.0, 0.9), (30.0, 16.0, 0.6), (38.0, 20.0, 0.5), (38.2, 20.01, 0.05)]
+    lines = [{**facts, "time": time, "main_cpu_s": used, "main_cpu_share": now} for time, used, now in samples]
+    (folder / "host.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (rank,) = load(folder).ranks
+    assert rank.process["main_cpu_share"] == pytest.approx(share, abs=0.02)
+
+
 def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:
     threads = parse_dump(DUMP)
     assert [t.is_ours for t in threads] == [True, False, False]
