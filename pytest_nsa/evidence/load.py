@@ -227,8 +227,8 @@ def _read_rank(
 
 
 def _latest_sample(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a rank's last sample of /proc; of one that still wants the CPU, with its largest share of it: the last interval is
-    short, and on a busy machine other processes may have had all of it.
+    """Return a rank's last sample of /proc; of one that still wants the CPU, with its largest share of it so far as
+    ``stall_cpu_share``: the last interval is short, and on a busy machine other processes may have had all of it.
     """
     last = samples[-1] if samples else {}
     if not last.get("wants_cpu") or "main_cpu_s" not in last:
@@ -238,7 +238,7 @@ def _latest_sample(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for e in samples
         if "main_cpu_s" in e and 0.0 < last["time"] - e["time"] <= SAMPLED_S
     ]
-    return {**last, "main_cpu_share": max([last.get("main_cpu_share", 0.0), *shares])}
+    return {**last, "stall_cpu_share": max(shares, default=0.0)}
 
 
 def _key_uses(events: Sequence[Mapping[str, Any]], event: str, latest: Sequence[Sequence[Any]]) -> tuple[KeyUse, ...]:

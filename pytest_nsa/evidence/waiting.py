@@ -59,8 +59,14 @@ def has_a_time_limit(line: str) -> bool:
 
 def computes(process: Mapping[str, Any]) -> bool:
     """Return whether the main thread of a process is at work, by a sample of /proc; a thread that wants the CPU may get little."""
-    share = process.get("main_cpu_share", process.get("cpu_share", 0.0))
+    share = share_of_main(process)
     return share >= BUSY or (bool(process.get("wants_cpu")) and share >= STARVED)
+
+
+def share_of_main(process: Mapping[str, Any]) -> float:
+    """Return the main thread's share of a core, the largest that samples of /proc show while it wants the CPU."""
+    latest: float = process.get("main_cpu_share", process.get("cpu_share", 0.0))
+    return max(latest, process.get("stall_cpu_share", 0.0))
 
 
 def torch_wait(frames: Sequence[Frame]) -> str:

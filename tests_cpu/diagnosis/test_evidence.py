@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.native import abort_message, innermost_symbol
 from pytest_nsa.evidence.stacks import Frame, parse_dump, thread_that_shows
+from pytest_nsa.evidence.waiting import computes, share_of_main
 from pytest_nsa.system.gpu import look_at_gpus
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire.messages import Job
@@ -91,7 +92,8 @@ def test_a_rank_computes_by_all_its_samples_if_it_still_wants_the_cpu(tmp_path: 
     lines = [{**facts, "time": time, "main_cpu_s": used, "main_cpu_share": now} for time, used, now in samples]
     (folder / "host.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (rank,) = load(folder).ranks
-    assert rank.process["main_cpu_share"] == pytest.approx(share, abs=0.02)
+    assert share_of_main(rank.process) == pytest.approx(share, abs=0.02)
+    assert computes(rank.process) == (state == "R")
 
 
 def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:
