@@ -157,6 +157,17 @@ def _check_marks(item: pytest.Item) -> None:
     item.stash[problem_key] = "\n".join(wrong)
 
 
+def _check_debug_rank(session: pytest.Session) -> None:
+    """Raise UsageError if no test that is to run has the rank of ``--ranks-pdb-rank``."""
+    rank = session.config.stash[settings_key].debug_rank
+    usable = [i for i in session.items if isinstance(i, Ranked) and not i.stash[problem_key]]
+    sizes = [marked.size_of(i, marked.DEFAULT_WORLD_SIZE) for i in usable]
+    if sizes and rank >= max(sizes):
+        raise pytest.UsageError(
+            f"--ranks-pdb-rank {rank}: no test has such a rank: the largest runs on {max(sizes)}, from 0 on"
+        )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
@@ -164,6 +175,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if _is_marked(item):  # another plugin's hook wrapper marked it after the marks were checked
             session.items[at] = make_ranked(item)
             _check_marks(session.items[at])
+    _check_debug_rank(session)
     wants = _wants_ranks(session)
     # An xdist worker requests ranks before it reports to the controller that it has collected.
     if hasattr(config, "workerinput") and wants:
@@ -352,7 +364,9 @@ def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
 def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
     """Decide by the hook; where it raises, fall back to the verdicts, and report the error."""
     try:
-        found: Decision = config.hook.pytest_nsa_decide(verdicts=verdicts)
+        found = config.hook.pytest_nsa_decide(verdicts=verdicts)
+        if not isinstance(found, Decision):
+            raise TypeError(f"returned {found!r}: must be a Decision of pytest_nsa, or None")
     except Exception as error:  # a conftest's error: the reports must be written all the same
         config.stash[runner_key].folder.report(f"pytest_nsa_decide failed: {type(error).__name__}: {error}")
         return decide(verdicts)
