@@ -57,7 +57,9 @@ class LayerRange(str):
 def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
     """Run the test's body on n ranks, each a fresh process in one process group; several numbers make a test each.
 
-    With ``group=None`` they are in no group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes the group.
+    At most 64 ranks, or 16 per core where there is memory for them. A test that takes `group`, `ddp` or `fsdp` without this mark
+    runs on 2. With ``group=None`` they are in no group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes
+    the group.
     """
     return pytest.mark.world_size(*n) if group == "made" else pytest.mark.world_size(*n, group=group)
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from pytest_nsa.cli.compare import compare, print_history
@@ -38,8 +39,11 @@ _SOURCES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="pytest-nsa", description="Diagnose tests on ranks from the evidence they left."
+        prog="pytest-nsa",
+        description="Diagnose tests on ranks from the evidence they left.",
+        epilog="Exit codes: 0, or 1 where a verdict is a failure, 2 where the command could not do its work.",
     )
+    parser.add_argument("--version", action="version", version=f"pytest-nsa {metadata.version('pytest-nsa')}")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("diagnose", help="print the verdict on a test's folder, or on every test of a run")
     command.add_argument(
