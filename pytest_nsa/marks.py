@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -373,3 +373,12 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         mark = metafunc.definition.get_closest_marker(name)
         if mark is not None and len(mark.args) > 1 and name in metafunc.fixturenames:
             metafunc.parametrize(name, mark.args, indirect=True)
+
+
+def check_debug_rank(rank: int, items: Iterable[pytest.Item]) -> None:
+    """Raise UsageError if none of the tests that are to run has the rank of ``--ranks-pdb-rank``."""
+    sizes = [size_of(item, DEFAULT_WORLD_SIZE) for item in items]
+    if sizes and rank >= max(sizes):
+        raise pytest.UsageError(
+            f"--ranks-pdb-rank {rank}: no test has such a rank: the largest runs on {max(sizes)}, from 0 on"
+        )

@@ -157,17 +157,6 @@ def _check_marks(item: pytest.Item) -> None:
     item.stash[problem_key] = "\n".join(wrong)
 
 
-def _check_debug_rank(session: pytest.Session) -> None:
-    """Raise UsageError if no test that is to run has the rank of ``--ranks-pdb-rank``."""
-    rank = session.config.stash[settings_key].debug_rank
-    usable = [i for i in session.items if isinstance(i, Ranked) and not i.stash[problem_key]]
-    sizes = [marked.size_of(i, marked.DEFAULT_WORLD_SIZE) for i in usable]
-    if sizes and rank >= max(sizes):
-        raise pytest.UsageError(
-            f"--ranks-pdb-rank {rank}: no test has such a rank: the largest runs on {max(sizes)}, from 0 on"
-        )
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
@@ -175,7 +164,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if _is_marked(item):  # another plugin's hook wrapper marked it after the marks were checked
             session.items[at] = make_ranked(item)
             _check_marks(session.items[at])
-    _check_debug_rank(session)
+    usable = [item for item in session.items if isinstance(item, Ranked) and not item.stash[problem_key]]
+    marks.check_debug_rank(config.stash[settings_key].debug_rank, usable)
     wants = _wants_ranks(session)
     # An xdist worker requests ranks before it reports to the controller that it has collected.
     if hasattr(config, "workerinput") and wants:

@@ -30,11 +30,11 @@ from pytest_nsa.evidence.values import (
     RankEvidence,
     ThreadError,
 )
+from pytest_nsa.evidence.waiting import latest_sample
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
 LATEST = 16  # calls of a rank for which the sources of the callers are kept
-SAMPLED_S = 10.0  # samples of /proc from this time before the last one show whether a thread computes
 JOB, DUMP = 4 << 20, 8 << 20  # bytes that are read of job.json, and of a dump of stacks
 
 
@@ -176,7 +176,7 @@ def _read_rank(
         board=board,
         beat_age_s=(sampled or stall).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
-        process=_latest_sample([e for e in host if e["event"] == "process"]),
+        process=latest_sample([e for e in host if e["event"] == "process"]),
         threads=_threads(dump, own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
@@ -224,21 +224,6 @@ def _read_rank(
         needs_every_gradient=any(e.get("needs_every_gradient", False) for e in events if e["event"] == "parallel"),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
-
-
-def _latest_sample(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a rank's last sample of /proc; of one that still wants the CPU, with its largest share of it so far as
-    ``stall_cpu_share``: the last interval is short, and on a busy machine other processes may have had all of it.
-    """
-    last = samples[-1] if samples else {}
-    if not last.get("wants_cpu") or "main_cpu_s" not in last:
-        return last
-    shares = [
-        (last["main_cpu_s"] - e["main_cpu_s"]) / (last["time"] - e["time"])
-        for e in samples
-        if "main_cpu_s" in e and 0.0 < last["time"] - e["time"] <= SAMPLED_S
-    ]
-    return {**last, "stall_cpu_share": max(shares, default=0.0)}
 
 
 def _key_uses(events: Sequence[Mapping[str, Any]], event: str, latest: Sequence[Sequence[Any]]) -> tuple[KeyUse, ...]:

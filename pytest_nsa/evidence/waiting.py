@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_nsa.evidence.stacks import Frame
 
+SAMPLED_S = 10.0  # samples of /proc from this time before the last one show whether a thread computes
 BUSY = 0.5  # of a core, over the sample
 # The kernel's wait channels of a sleep, and of a wait for a child.
 SLEEPS = ("hrtimer_nanosleep", "common_nsleep", "do_nanosleep", "do_wait")
@@ -67,6 +68,21 @@ def share_of_main(process: Mapping[str, Any]) -> float:
     """Return the main thread's share of a core, the largest that samples of /proc show while it wants the CPU."""
     latest: float = process.get("main_cpu_share", process.get("cpu_share", 0.0))
     return max(latest, process.get("stall_cpu_share", 0.0))
+
+
+def latest_sample(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a rank's last sample of /proc; of one that still wants the CPU, with its largest share of it so far as
+    ``stall_cpu_share``: the last interval is short, and on a busy machine other processes may have had all of it.
+    """
+    last = samples[-1] if samples else {}
+    if not last.get("wants_cpu") or "main_cpu_s" not in last:
+        return last
+    shares = [
+        (last["main_cpu_s"] - e["main_cpu_s"]) / (last["time"] - e["time"])
+        for e in samples
+        if "main_cpu_s" in e and 0.0 < last["time"] - e["time"] <= SAMPLED_S
+    ]
+    return {**last, "stall_cpu_share": max(shares, default=0.0)}
 
 
 def torch_wait(frames: Sequence[Frame]) -> str:
