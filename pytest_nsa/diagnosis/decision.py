@@ -174,4 +174,4 @@ def count(n: int, noun: str) -> str:
 
 
 def _noun(verdicts: Mapping[str, Verdict]) -> str:
-    return "scenario" if any(v.scenario for v in verdicts.values()) else "test"
+    return "scenario" if all(v.scenario for v in verdicts.values()) else "test"
