@@ -118,8 +118,9 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
 
     grouped: dict[str, list[int]] = {}
     shown: dict[str, str] = {}
+    is_all_that_is_known = verdict.rule == "exits.only_victims"
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
-        if rank.rank not in verdict.ranks and rank.exceptions and all(map(is_victim, rank.exceptions)):
+        if rank.exceptions and all(map(is_victim, rank.exceptions)) and not is_all_that_is_known:
             text = _waited(rank.exceptions[0])
             shown[text] = text
             grouped.setdefault(text, []).append(rank.rank)
