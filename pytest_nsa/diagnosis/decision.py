@@ -145,7 +145,8 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
     culprits = first.culprits() if first.ranks else ""
     counts = Counter(v.cause or "no cause" for v in failed.values()).most_common()
     if len(counts) > 1:
-        shown = ", ".join(f"{name} {n}" for name, n in counts[:5]) + (" ..." if len(counts) > 5 else "")
+        shown = ", ".join(f"{name} {n}" for name, n in counts[:5])
+        shown += f" and {len(counts) - 5} more" if len(counts) > 5 else ""
         share += f", of {len(counts)} causes: {shown}"
     elif len(failed) > 1:
         share += ", all with this cause"
