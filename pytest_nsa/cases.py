@@ -136,7 +136,7 @@ def _seed() -> None:
 
         torch.manual_seed(1234)
     else:
-        set_rng_seed()
+        set_rng_seed(1234)  # that of torch 2.6 has no default
 
 
 def _destroy_group() -> None:
