@@ -56,9 +56,9 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
 
     from pytest_nsa.cli.watch import Watcher
     from pytest_nsa.wire import masking
-    from pytest_nsa.wire.files import parse, read_text
+    from pytest_nsa.wire.files import read_object
 
-    if (parse(read_text(Path(test))) or {}).get("masks"):
+    if read_object(Path(test)).get("masks"):
         from nsa.trace.secrets import masked, masked_source
 
         masking.mask_with(masked, masked_source)  # as the session does
@@ -67,7 +67,7 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
     while not is_over():
         jobs = [Path(at) for at, _, files in os.walk(folder) if "job.json" in files]
         watchers = {job: watcher for job, watcher in watchers.items() if job in jobs}
-        now = parse(read_text(Path(test)))
+        now = read_object(Path(test))
         for job in jobs:
             try:
                 watcher = watchers[job] = watchers.get(job) or Watcher(job)

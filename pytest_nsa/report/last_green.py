@@ -12,7 +12,7 @@ from pytest_nsa.evidence.shapes import is_number
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.runs import runs_in
 from pytest_nsa.report.summary import read_entries
-from pytest_nsa.wire.files import parse, read_text
+from pytest_nsa.wire.files import read_object
 
 MOST = 30  # runs that are looked through, the newest first
 _FIGURES = {
@@ -85,8 +85,6 @@ def _number(value: object) -> str:
 
 def _environment(run: Path) -> dict[str, Any]:
     """Return the content of a run's env.json, with its variables at the top level."""
-    env = parse(read_text(run / "env.json"))
-    if not isinstance(env, dict):
-        return {}
+    env = read_object(run / "env.json")
     variables = env.pop("variables", {})
     return {**env, **(variables if isinstance(variables, dict) else {})}
