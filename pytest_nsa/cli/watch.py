@@ -25,13 +25,12 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announce_delay import WAITED_FOR_S, AnnounceDelay
 from pytest_nsa.monitor.announcements import announcement, stalled_for
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StallClock
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.system.procfs import text_of
-from pytest_nsa.wire.files import append_line
 
 LOOK_S = 0.25
 METRICS_S = 1.0
@@ -105,7 +104,7 @@ class Watcher:
             elif not self._is_done(rank):
                 self._gone.add(rank)
                 with contextlib.suppress(OSError):  # a folder that can only be read
-                    append_line(self.log, {"event": "gone", "time": time.time(), "rank": rank})
+                    note(self.log, "gone", rank=rank)
                 evidence = self._load()
                 self.finding = None if evidence is None else suspect(evidence)
         waited = self.watch.longest_wait
@@ -152,8 +151,8 @@ class Watcher:
 
     def _note(self, waited: float) -> None:
         for rank, facts in self._stall.facts.items():
-            note_process(self.log, rank, facts)
-        append_line(self.log, {"event": "stall", "time": time.time(), **self.watch.stall_facts(waited, GRACE_S)})
+            note(self.log, "process", rank=rank, **facts)
+        note(self.log, "stall", **self.watch.stall_facts(waited, GRACE_S))
 
     def announcement(self, test: str) -> str:
         """Return the line on a suspicion in a job of a test; '' without one, or if no rank has waited for `WAITED_FOR_S`."""

@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import request_counters, sample_processes
 from pytest_nsa.monitor.supervise import GRACE_S
-from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.locks import file_locks
-from pytest_nsa.wire.files import append_line
 
 
 class ObservedJob:
@@ -43,37 +42,33 @@ class ObservedJob:
         """
         watch = self.watch
         self.log.unlink(missing_ok=True)  # written at an earlier look, after which the job continued
-        self._note("started", time=began, pids=[])
-        self._note(
-            "stop", reason=reason, by="", stalled_s=watch.stalled_s, moved=watch.stalled_s < GRACE_S,
+        note(self.log, "started", time=began, pids=[])
+        note(
+            self.log, "stop", reason=reason, by="", stalled_s=watch.stalled_s, moved=watch.stalled_s < GRACE_S,
             moved_ranks=watch.moved_within(GRACE_S),
         )  # fmt: skip
         alive = self.pids
         request_counters(self.folder / f"rank{rank}" for rank in alive)
         sample_processes(alive, self.log, file_locks(alive))
         watch.look(worked=True)
-        self._note("sampled", beat_age_s=watch.beat_ages)
+        note(self.log, "sampled", beat_age_s=watch.beat_ages)
         self._ended(alive, statuses or {})
-        self._note("ended", duration_s=time.time() - began)
+        note(self.log, "ended", duration_s=time.time() - began)
 
     def record_end(self, began: float) -> None:
         """Record the job's state after its test has failed by itself."""
         self.log.unlink(missing_ok=True)
-        self._note("started", time=began, pids=[])
+        note(self.log, "started", time=began, pids=[])
         self._ended({}, {})
-        self._note("ended", duration_s=time.time() - began)
+        note(self.log, "ended", duration_s=time.time() - began)
 
     def _ended(self, alive: Mapping[int, int], statuses: Mapping[int, int]) -> None:
         for rank, board in self.watch.boards.items():
             status = statuses.get(int(board.numbers["pid"]))
             if status is not None and board.phase != "done":
                 code = os.waitstatus_to_exitcode(status)
-                self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=False)
+                note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=False)
             elif rank in alive:
-                self._note("exit", rank=rank, code=0, signal=9, by_us=True)
+                note(self.log, "exit", rank=rank, code=0, signal=9, by_us=True)
             elif board.phase != "done":
-                self._note("gone", rank=rank)
-
-    def _note(self, event: str, **facts: object) -> None:
-        with ignore_full_disk():
-            append_line(self.log, {"event": event, "time": time.time(), **facts})
+                note(self.log, "gone", rank=rank)
