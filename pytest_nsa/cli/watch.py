@@ -26,7 +26,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announce_delay import WAITED_FOR_S, AnnounceDelay
 from pytest_nsa.monitor.announcements import announcement, stalled_for
 from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
 from pytest_nsa.monitor.stall import StallClock
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
@@ -35,7 +35,6 @@ from pytest_nsa.system.procfs import text_of
 LOOK_S = 0.25
 METRICS_S = 1.0
 MANY = 8  # ranks: more are shown by state
-GRACE_S = 1.0
 ENOUGH_S = 4.5  # to find which ranks make progress, and to look twice at those that do not
 _BOARD = re.compile(r"(/\S.*)/rank(\d+)/board\.bin$")
 
@@ -57,7 +56,7 @@ class Watcher:
     """
 
     folder: Path
-    watch: ProgressWatch = field(init=False)
+    watch: ProgressWatch = field(init=False, default_factory=ProgressWatch)
     finding: Finding | None = None
     unread: str = ""  # why the folder's evidence cannot be read
     _stall: StallClock = field(default_factory=StallClock)
@@ -68,7 +67,6 @@ class Watcher:
     _is_own: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = ProgressWatch({})
         self.watch.add_from(self.folder)
 
     @cached_property
@@ -152,7 +150,7 @@ class Watcher:
     def _note(self, waited: float) -> None:
         for rank, facts in self._stall.facts.items():
             note(self.log, "process", rank=rank, **facts)
-        note(self.log, "stall", **self.watch.stall_facts(waited, GRACE_S))
+        note(self.log, "stall", **self.watch.stall_facts(waited))
 
     def announcement(self, test: str) -> str:
         """Return the line on a suspicion in a job of a test; '' without one, or if no rank has waited for `WAITED_FOR_S`."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import request_counters, sample_processes
-from pytest_nsa.monitor.supervise import GRACE_S
 from pytest_nsa.system.locks import file_locks
 
 
@@ -20,7 +19,7 @@ class ObservedJob:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "host.jsonl"
-        self.watch = ProgressWatch({})
+        self.watch = ProgressWatch()
 
     def look(self) -> None:
         """Read all boards, also those that are new since the last look."""
@@ -43,10 +42,7 @@ class ObservedJob:
         watch = self.watch
         self.log.unlink(missing_ok=True)  # written at an earlier look, after which the job continued
         note(self.log, "started", time=began, pids=[])
-        note(
-            self.log, "stop", reason=reason, by="", stalled_s=watch.stalled_s, moved=watch.stalled_s < GRACE_S,
-            moved_ranks=watch.moved_within(GRACE_S),
-        )  # fmt: skip
+        note(self.log, "stop", reason=reason, by="", **watch.stop_facts())
         alive = self.pids
         request_counters(self.folder / f"rank{rank}" for rank in alive)
         sample_processes(alive, self.log, file_locks(alive))

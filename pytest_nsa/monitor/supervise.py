@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Finding
+from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.monitor.announcements import may_act_in
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.native import dump_where_useful
-from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
 from pytest_nsa.monitor.second_look import (
     dump_children,
     dump_stacks,
@@ -31,7 +32,6 @@ from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS
 from pytest_nsa.wire.protocols import Limits, Monitor, Starter
 
 POLL_S = 0.05
-GRACE_S = 1.0  # of a stall, before it counts as one
 LOOK_AGAIN_S = 1.0  # between two looks at the ranks' threads
 FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
@@ -61,7 +61,7 @@ class RanksRun:
         self.stall = StallClock()
         self.suspicion: Finding | None = None
         self._beats: dict[int, tuple[float, float]] = {}
-        self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
+        self.watch = ProgressWatch({r: BoardReader(self.job.rank_folder(r) / "board.bin") for r in self.ranks})
 
     def run(self) -> None:
         """Start, watch and end the ranks. Raises LaunchError; a KeyboardInterrupt is raised again once no rank is left."""
@@ -165,7 +165,7 @@ class RanksRun:
         locks = file_locks(self._alive())
         for rank, facts in self.stall.facts.items():
             note(self.log, "process", rank=rank, **facts, gil_wait_ms=self._gil_wait(rank), **locks.get(rank, {}))
-        note(self.log, "stall", **self.watch.stall_facts(waited, GRACE_S))
+        note(self.log, "stall", **self.watch.stall_facts(waited))
         self.suspicion = self.suspect(self.watch)
         return True
 
@@ -204,15 +204,7 @@ class RanksRun:
 
     def _stop(self, reason: str, by: str = "") -> None:
         """Record what the ranks do, then dump their stacks: the dump's signal may wake the very call that hung."""
-        note(
-            self.log,
-            "stop",
-            reason=reason,
-            by=by,
-            stalled_s=self.watch.stalled_s,
-            moved=self.watch.stalled_s < GRACE_S,
-            moved_ranks=self.watch.moved_within(GRACE_S),
-        )
+        note(self.log, "stop", reason=reason, by=by, **self.watch.stop_facts())
         alive = self._alive()
         locks = file_locks(alive)
         beats = {rank: {"gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})} for rank in alive}
