@@ -75,7 +75,7 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
             except (OSError, ValueError):
                 continue  # the test has ended, and the session deletes the job
             text = watcher.announcement(now["nodeid"]) if now and now["nodeid"] and job not in announced else ""
-            if text and not any(_is_below(int(b.numbers["pid"]), now["of_fixtures"]) for b in watcher.boards.values()):
+            if text and not any(_is_below(b.pid, now["of_fixtures"]) for b in watcher.boards.values()):
                 announced.add(job)
                 sys.stderr.write(f"\n{text}\n")
         time.sleep(LOOK_S)

@@ -98,7 +98,7 @@ class Watcher:
             if board.phase == "done" or rank in self._gone:
                 continue
             if self._is_alive(rank, board):
-                self._is_own.setdefault(rank, is_ours(Path(f"/proc/{int(board.numbers['pid'])}")))
+                self._is_own.setdefault(rank, is_ours(Path(f"/proc/{board.pid}")))
             elif not self._is_done(rank):
                 self._gone.add(rank)
                 with contextlib.suppress(OSError):  # a folder that can only be read
@@ -133,11 +133,11 @@ class Watcher:
         return evidence
 
     def _alive(self) -> dict[int, int]:
-        return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
+        return {r: b.pid for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
 
     def _is_alive(self, rank: int, board: BoardSnapshot) -> bool:
         """Return whether the process that made the board lives and still maps it: its pid may be reused."""
-        mapped = folder_of(int(board.numbers["pid"]), rank)
+        mapped = folder_of(board.pid, rank)
         with contextlib.suppress(OSError):  # a file that has gone
             return mapped is not None and (mapped / f"rank{rank}").samefile(self.folder / f"rank{rank}")
         return False
@@ -212,7 +212,7 @@ class Watcher:
         """Return the state of the ranks, and the verdict, for programs."""
         ranks = [
             {
-                "rank": rank, "pid": int(b.numbers["pid"]), "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
+                "rank": rank, "pid": b.pid, "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
                 "module": b.module, "gradients": int(b.numbers["gradients"]), "gone": rank in self._gone,
                 "inside": b.inside[-1].describe() if b.inside else "", "still_s": round(self.watch.stalled_for(rank), 2),
             }

@@ -29,9 +29,8 @@ class ObservedJob:
     @property
     def pids(self) -> dict[int, int]:
         """The pids on this machine, by rank, of ranks that live and are not done."""
-        boards = {rank: board for rank, board in self.watch.boards.items() if board.phase != "done"}
-        pids = {rank: int(board.numbers["pid"]) for rank, board in boards.items()}
-        return {rank: pid for rank, pid in pids.items() if Path(f"/proc/{pid}").exists()}
+        boards = self.watch.boards.items()
+        return {rank: b.pid for rank, b in boards if b.phase != "done" and Path(f"/proc/{b.pid}").exists()}
 
     def record_stop(self, reason: str, began: float, statuses: Mapping[int, int] | None = None) -> None:
         """Record why and when the job is looked at for the last time, and what its processes do, as if its ranks were ended now.
@@ -60,7 +59,7 @@ class ObservedJob:
 
     def _ended(self, alive: Mapping[int, int], statuses: Mapping[int, int]) -> None:
         for rank, board in self.watch.boards.items():
-            status = statuses.get(int(board.numbers["pid"]))
+            status = statuses.get(board.pid)
             if status is not None and board.phase != "done":
                 code = os.waitstatus_to_exitcode(status)
                 note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=False)

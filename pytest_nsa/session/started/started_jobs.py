@@ -97,7 +97,7 @@ def conclude_jobs(
 
 def pids_of(folder: Path) -> frozenset[int]:
     """Return the pids of a job's ranks."""
-    return frozenset(int(board.numbers["pid"]) for board in _watched(folder).watch.boards.values())
+    return frozenset(board.pid for board in _watched(folder).watch.boards.values())
 
 
 def _watched(folder: Path) -> ObservedJob:
@@ -137,7 +137,7 @@ def _diagnose(
     if masking.is_on():
         mask_files(target)
     verdict, evidence = conclude(target, keep=True)
-    pids = frozenset(int(board.numbers["pid"]) for board in job.watch.boards.values())
+    pids = frozenset(board.pid for board in job.watch.boards.values())
     owner = next((of for pid in pids if (of := owner_of(pid))), "")
     calls = [max(c.entered, c.left) for rank in evidence.ranks for c in rank.collectives]
     is_idle = max(calls, default=evidence.job.created) < occasion.began
