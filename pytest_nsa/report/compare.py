@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
-from pytest_nsa.report.markup import Markup, document, tag
+from pytest_nsa.report.markup import document, row, table, tag
 from pytest_nsa.report.plain import cell, code, inline, markdown
 
 Kind = Literal["worse", "better", "changed"]
@@ -187,17 +187,12 @@ def sentence(found: list[Difference], names: tuple[str, str], tests: int) -> str
     return f"Of {tests} tests {len(worse)} {verb} worse in {names[1]} than in {names[0]}: {shown}."
 
 
-def as_html(found: list[Difference], names: tuple[str, str], tests: int, style: str) -> str:
+def as_html(found: list[Difference], names: tuple[str, str], tests: int) -> str:
     """Return the differences as an HTML page."""
     colour = {"worse": "FAIL", "better": "PASS", "changed": "SLOW"}
-    rows = [
-        tag(
-            "tr", tag("td", d.test), tag("td", d.what), tag("td", tag("code", d.base)), tag("td", tag("code", d.new)),
-            tag("td", tag("span", d.kind, class_="tag", style=f"color:var(--{colour[d.kind]})")),
-        )
-        for d in found
-    ]  # fmt: skip
-    head = tag("tr", *(tag("th", t, scope="col") for t in ("test", "what", "before", "now", "")))
-    table = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll") if rows else None
-    body = tag("body", tag("h1", sentence(found, names, tests)), table)
-    return document(f"{names[0]} and {names[1]}", Markup(style), body)
+    rows = []
+    for d in found:
+        kind = tag("span", d.kind, class_="tag", style=f"color:var(--{colour[d.kind]})")
+        rows.append(row(d.test, d.what, tag("code", d.base), tag("code", d.new), kind))
+    shown = table(("test", "what", "before", "now", ""), rows) if rows else None
+    return document(f"{names[0]} and {names[1]}", tag("body", tag("h1", sentence(found, names, tests)), shown))
