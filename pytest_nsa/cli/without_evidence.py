@@ -53,13 +53,13 @@ def ranks_of(pid: int) -> dict[int, int]:
     """
     mine = environment_of(pid)
     if not mine.get("RANK", "").isdecimal():
-        return _spawned(pid) or _spawned(_parent(Path(f"/proc/{pid}")))
+        return _spawned(pid) or _spawned(_parent(pid))
     ranks: dict[int, dict[int, int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        variables = environment_of(int(path.name))
+    for other in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
+        variables = environment_of(other)
         rank = variables.get("RANK", "")
         if rank.isdecimal() and all(variables.get(name) == mine.get(name) for name in _SAME_JOB):
-            ranks.setdefault(int(rank), {})[int(path.name)] = _parent(path)
+            ranks.setdefault(int(rank), {})[other] = _parent(other)
     return {
         rank: next((p for p, parent in sorted(found.items()) if parent not in found), min(found))
         for rank, found in sorted(ranks.items())
@@ -77,8 +77,8 @@ def _arguments_of(pid: int) -> list[str]:
     return text_of(Path(f"/proc/{pid}/cmdline")).split("\0")
 
 
-def _parent(path: Path) -> int:
-    fields = stat_of(path)
+def _parent(pid: int) -> int:
+    fields = stat_of(pid)
     return int(fields[1]) if fields else 0
 
 
