@@ -169,9 +169,7 @@ class Watcher:
         """Return one line per rank (for many ranks one per state, the rarest first), then the verdict, if any; a verdict that the
         last call returned only with ``again``.
         """
-        found = [self._line(rank, board) for rank, board in self.boards.items()]
-        if len(found) > MANY:
-            found = self._states()
+        found = self._states() if len(self.watch.boards) > MANY else self._ranks()
         key = self.finding and self.finding.key
         is_new, self._printed = key != self._printed, key
         if self.finding is not None and (again or is_new):
@@ -186,27 +184,32 @@ class Watcher:
         """Return one line per state (step, phase, location or collective): its ranks, and how long the first has not moved."""
         ranks: dict[str, list[int]] = {}
         for rank, board in self.boards.items():
-            state = self._line(rank, board).partition("  ")[2].partition("  still for")[0]
-            ranks.setdefault(re.sub(r"\s+\d+/\d+ gradients", "", state), []).append(rank)
-        lines = []
-        for state, members in sorted(ranks.items(), key=lambda entry: len(entry[1])):
-            still = max(self.watch.stalled_for(rank) for rank in members)
-            stalled = f"  still for {still:.0f} s" if still >= 2 and "done" not in state else ""
-            lines.append(f"{len(members):>5}  {number_ranks(members)}: {state}{stalled}")
-        return lines
+            ranks.setdefault(self._state(rank, board), []).append(rank)
+        rarest_first = sorted(ranks.items(), key=lambda entry: len(entry[1]))
+        return [f"{len(of):>5}  {number_ranks(of)}: {state}{self._still(of)}" for state, of in rarest_first]
 
-    def _line(self, rank: int, board: BoardSnapshot) -> str:
-        n = board.numbers
-        state = "has gone" if rank in self._gone else board.phase
-        text = f"rank {rank}  step {n['step']:.0f}  {state}"
-        if board.phase == "backward":
-            text += f"  {n['gradients']:.0f}/{n['gradients_expected']:.0f} gradients"
+    def _ranks(self) -> list[str]:
+        """Return one line per rank: its state with the gradients that have arrived, and how long it has not moved."""
+        found = []
+        for rank, board in self.boards.items():
+            n, arrived = board.numbers, ""
+            if board.phase == "backward":
+                arrived = f"  {n['gradients']:.0f}/{n['gradients_expected']:.0f} gradients"
+            found.append(f"rank {rank}  {self._state(rank, board, arrived)}{self._still([rank])}")
+        return found
+
+    def _state(self, rank: int, board: BoardSnapshot, arrived: str = "") -> str:
+        phase = "has gone" if rank in self._gone else board.phase
+        text = f"step {board.numbers['step']:.0f}  {phase}{arrived}"
         if board.inside:
-            text += f"  in {board.inside[-1].describe()}"
-        elif board.line:
-            text += f"  at {board.line}"
-        still = self.watch.stalled_for(rank)
-        return text + (f"  still for {still:.0f} s" if still >= 2 and board.phase != "done" else "")
+            return f"{text}  in {board.inside[-1].describe()}"
+        return f"{text}  at {board.line}" if board.line else text
+
+    def _still(self, ranks: list[int]) -> str:
+        """Return how long the first of the ranks has not moved; '' if that is no time, or if they are done."""
+        waiting = [rank for rank in ranks if self.watch.boards[rank].phase != "done"]
+        seconds = max(map(self.watch.stalled_for, waiting), default=0.0)
+        return f"  still for {seconds:.0f} s" if seconds >= 2 else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the state of the ranks, and the verdict, for programs."""
