@@ -114,29 +114,28 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
 
     Equal texts have the same error at the same lines; arguments may differ, as they may contain the rank.
     """
+    grouped: dict[str, tuple[list[int], str]] = {}
+    for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
+        for key, text in _failures_of(rank, is_culprit=rank.rank in verdict.ranks):
+            grouped.setdefault(key, ([], text))[0].append(rank.rank)
+    yield from grouped.values()
+
+
+def _failures_of(rank: RankEvidence, *, is_culprit: bool) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a rank's failures, each after the part of it that equal ones have in common."""
     from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
 
-    grouped: dict[str, list[int]] = {}
-    shown: dict[str, str] = {}
-    for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
-        if rank.rank not in verdict.ranks and rank.exceptions and all(map(is_victim, rank.exceptions)):
-            text = _waited(rank.exceptions[0])
-            shown[text] = text
-            grouped.setdefault(text, []).append(rank.rank)
-            continue
-        for entry in rank.reports:
-            if entry["report"].get("outcome") == "failed":
-                subtest = _subtest(entry["report"])
-                key = f"{subtest}\n{_error_lines(entry['text'])}"
-                shown.setdefault(key, f"{subtest}\n{entry['text']}".lstrip("\n"))
-                grouped.setdefault(key, []).append(rank.rank)
-        if not rank.reports and rank.exceptions:
-            error = rank.exceptions[0]
-            text = _traceback(error, rank.sources)
-            shown[text] = text
-            grouped.setdefault(text, []).append(rank.rank)
-    for key, ranks in grouped.items():
-        yield ranks, shown[key]
+    if not is_culprit and rank.exceptions and all(map(is_victim, rank.exceptions)):
+        text = _waited(rank.exceptions[0])
+        yield text, text
+        return
+    for entry in rank.reports:
+        if entry["report"].get("outcome") == "failed":
+            subtest = _subtest(entry["report"])
+            yield f"{subtest}\n{_error_lines(entry['text'])}", f"{subtest}\n{entry['text']}".lstrip("\n")
+    if not rank.reports and rank.exceptions:
+        text = _traceback(rank.exceptions[0], rank.sources)
+        yield text, text
 
 
 def _subtest(report: Mapping[str, Any]) -> str:
@@ -240,18 +239,22 @@ def excerpt(path: Path) -> str:
         return ""
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return ""
+    size = status.st_size
     with path.open("rb") as file:
-        data, size = file.read(READ_BYTES), status.st_size
-        cut = size > 2 * READ_BYTES
-        file.seek(size - READ_BYTES if cut else len(data))
-        rest = file.read(READ_BYTES)
-    head, tail = (data, rest) if cut else (data + rest, b"")
-    lines = [line[:MAX_LINE] for line in head.decode(errors="replace").splitlines()]
-    last = [line[:MAX_LINE] for line in tail.decode(errors="replace").splitlines()[1:]]
-    if not cut:
-        lines, last = lines[:MAX_HEAD_LINES], lines[MAX_HEAD_LINES:]
-    if not cut and len(last) <= MAX_OUTPUT_LINES:
-        return "\n".join(lines + last)
-    omitted = f"{len(last) - MAX_OUTPUT_LINES} lines" if not cut else f"most of {size >> 10} KiB"
+        if size > 2 * READ_BYTES:
+            lines = _lines_in(file.read(READ_BYTES))
+            file.seek(size - READ_BYTES)
+            rest = _lines_in(file.read(READ_BYTES))[1:]  # the first has lost its beginning
+            omitted = f"most of {size >> 10} KiB"
+        else:
+            lines = _lines_in(file.read(2 * READ_BYTES))
+            rest = lines[MAX_HEAD_LINES:]
+            omitted = f"{len(rest) - MAX_OUTPUT_LINES} lines"
+            if len(rest) <= MAX_OUTPUT_LINES:
+                return "\n".join(lines)
     middle = f"... {omitted} omitted, in {short_path(path)}"
-    return "\n".join([*lines[:MAX_HEAD_LINES], middle, *last[-MAX_OUTPUT_LINES:]])
+    return "\n".join([*lines[:MAX_HEAD_LINES], middle, *rest[-MAX_OUTPUT_LINES:]])
+
+
+def _lines_in(data: bytes) -> list[str]:
+    return [line[:MAX_LINE] for line in data.decode(errors="replace").splitlines()]
