@@ -34,6 +34,7 @@ from pytest_nsa.evidence.values import (
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
+AT_THE_END = ("warning", "left_running", "left_thread", "left_handler", "quit_debugger")  # events of how a rank ended
 LATEST = 16  # calls of a rank for which the sources of the callers are kept
 JOB, DUMP = 4 << 20, 8 << 20  # bytes that are read of job.json, and of a dump of stacks
 
@@ -157,18 +158,12 @@ def _read_rank(
     stop = _first(seen["stop"]) or stall
     # The signal that requests a stack may wake the very call that hung: what the rank did after it is no evidence.
     woken = sampled.get("time", float("inf"))
-    events = [
-        e
-        for e in events
-        if e["time"] <= woken
-        or e["event"] in ("warning", "left_running", "left_thread", "left_handler", "quit_debugger")
-    ]
+    events = [e for e in events if e["time"] <= woken or e["event"] in AT_THE_END]
     of = _by_kind(events)
     start, done, parameters = _first(of["start"]), _first(of["done"]), _last(of["parameters"])
     raised = tuple(_exception(e, job.body) for e in of["exception"])
-    retrieved = {
-        e["future"] for e in of["future_asked"] if e["future"]
-    }  # a future's exception that its caller has raised too
+    # A future's exception that its caller has raised too.
+    retrieved = {e["future"] for e in of["future_asked"] if e["future"]}
     # What the rank wrote of itself while it was stalled, unless it has moved since.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stalled_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
