@@ -105,17 +105,20 @@ def _time_difference(
     if not a or not b:
         return None
     x, y = (statistics.median(f["step_ms"] for f in side) for side in (a, b))
-    y_here = y / drift
-    noise = max(SLOWER, *(_spread([f["step_ms"] for f in side]) / m for side, m in ((a, x), (b, y)) if m))
-    slow, fast = (y_here, x) if y_here > x else (x, y_here)
-    if fast <= 0 or slow / fast - 1 <= noise:
+    (fast, faster, drift_of_faster), (slow, slower, drift_of_slower) = sorted(
+        [(x, a, 1.0), (y / drift, b, drift)], key=lambda side: side[0]
+    )
+    if fast <= 0:
+        return None
+    noise = max(SLOWER, *(_spread([f["step_ms"] for f in side]) / m for side, m in ((a, x), (b, y))))
+    if slow / fast - 1 <= noise:
         return None
     # Quartiles that overlap are one distribution, as far as these steps show.
-    low = min(f["step_ms_low"] for f in (b if y_here > x else a)) / (drift if y_here > x else 1)
-    high = max(f["step_ms_high"] for f in (a if y_here > x else b)) / (1 if y_here > x else drift)
+    low = min(f["step_ms_low"] for f in slower) / drift_of_slower
+    high = max(f["step_ms_high"] for f in faster) / drift_of_faster
     if low <= high:
         return None
-    kind: Kind = "worse" if y_here > x else "better"
+    kind: Kind = "worse" if slower is b else "better"
     factor = f", where others took {drift:.2f} times" if abs(drift - 1) > 0.02 else ""
     return Difference(
         test=test, what="step", base=f"{x:.1f} ms", new=f"{y:.1f} ms ({y / x - 1:+.0%}{factor})", kind=kind
