@@ -174,7 +174,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)
         )
         print(visible(str(first / "report.html")), file=sys.stderr)
-    return 2 if not entries and not are_running else 1 if failed else 0
+    if not entries and not are_running:
+        return 2
+    return int(failed)
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -250,10 +250,10 @@ def watch(
                 written = time.monotonic()
                 write_metrics(metrics, [w.to_json() for w in watchers])
             is_over = all(w.is_over for w in watchers)
-            due = time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
+            due = any(changed) or is_over or time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
             has_seen = any(w.boards for w in watchers)
             settled = time.monotonic() - began >= ENOUGH_S or any(w.finding is not None for w in watchers)
-            if has_seen and (any(changed) or is_over or due) and not (once and not (settled or is_over)):
+            if has_seen and due and (not once or settled or is_over):
                 last = time.monotonic()
                 shown = _show(watchers, as_json, shown, nccl.lines)
                 if once or is_over:
