@@ -70,13 +70,12 @@ class Declared:
         return self
 
     def addoption(self, name: str, *, help: str, metavar: str = "", choices: Sequence[str] = (), **_: Any) -> None:
-        if help != argparse.SUPPRESS:  # the names until 0.2
+        if help != argparse.SUPPRESS:  # the earlier names
             value = metavar or "|".join(choices)
             self.rows.append((f"{name}{f'={value}' if value else ''}", help))
 
     def addini(self, name: str, help: str, *, default: Any = "", **_: Any) -> None:
-        known = isinstance(default, str | bool) and "(" not in help
-        self.rows.append((name, f"{help} (default: {str(default).lower()})" if known else help))
+        self.rows.append((name, help))
 
 
 def options() -> list[str]:
@@ -85,7 +84,7 @@ def options() -> list[str]:
 
     declared = Declared()
     add_options(declared)  # type: ignore[arg-type]
-    old = "`--artifacts`, `--bisect-gc`, `--bisect-branch`, `--bisect-env` and `--pdb-rank`, the names until 0.2, still work."
+    old = "`--artifacts`, `--bisect-gc`, `--bisect-branch`, `--bisect-env` and `--pdb-rank`, the earlier names, still work."
     rows = [
         f"| `{name.replace('|', chr(92) + '|')}` | {text.replace('|', chr(92) + '|')} |" for name, text in declared.rows
     ]

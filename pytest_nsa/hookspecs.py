@@ -28,7 +28,8 @@ def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision | None:
     """Decide over a whole run, from its ``verdicts`` by scenario, or by test where none is a scenario.
 
     Called once, at the end of the session, by the process that writes the reports. Return None to leave the decision to others;
-    the plugin's own reads the surest verdict first. The sentence heads SUMMARY.md, report.html and the closing lines.
+    the plugin's own is about the most frequent cause, and its surest verdict. The sentence heads SUMMARY.md, report.html and the
+    closing lines.
     """
 
 

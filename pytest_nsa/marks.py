@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,11 @@ class LayerRange(str):
 def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
     """Run the test's body on n ranks, each a fresh process in one process group; several numbers make a test each.
 
-    With ``group=None`` they are in no group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes the group.
+    At most 64 ranks, or 16 per core where there is memory for them. A test that takes `group`, `ddp` or `fsdp` without this mark
+    runs on 2. With ``group=None`` they are in no group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes
+    the group.
     """
-    return pytest.mark.world_size(*n) if group is not None else pytest.mark.world_size(*n, group=None)
+    return pytest.mark.world_size(*n) if group == "made" else pytest.mark.world_size(*n, group=group)
 
 
 def backend(name: str) -> pytest.MarkDecorator:
@@ -141,7 +143,7 @@ def _check_world_size(mark: pytest.Mark) -> str | None:
 def _check_cores(mark: pytest.Mark) -> str | None:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux alone
     if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
-        return "takes one whole number of cores, as in cores(1)"
+        return "takes one whole number of cores, 1 or more, as in cores(1)"
     return f"this machine lends {available} cores" if mark.args[0] > available else None
 
 
@@ -169,7 +171,7 @@ def _check_gpu(mark: pytest.Mark) -> str | None:
     if mark.args or set(mark.kwargs) - {"count", "share", "memory"} or not isinstance(share, bool):
         return "takes count=, a number of GPUs, share=, True or False, and memory=, as in gpu, gpu(count=2) or gpu(memory='8GiB')"
     if count is not None and (type(count) is not int or count < 1):
-        return f"count={count!r} must be a whole number of GPUs, as in gpu(count=2)"
+        return f"count={count!r} must be a whole number of GPUs, 1 or more, as in gpu(count=2)"
     if "memory" in mark.kwargs and memory_of(mark) is None:
         return f"memory={mark.kwargs['memory']!r} must be a whole number of MiB or GiB, as in gpu(memory='8GiB')"
     if "memory" in mark.kwargs and share:
@@ -333,7 +335,7 @@ def _wrong_hash_seeds(item: pytest.Item, where: str) -> Iterator[str]:
     if not is_ranked(item):
         yield f"{where}: hash_seeds: does nothing, as the test does not run on ranks; set PYTHONHASHSEED for pytest"
     elif given and len(given) != size:
-        yield f"{where}: hash_seeds: has {len(given)} seeds for {size} ranks: give one for each rank, or none"
+        yield f"{where}: hash_seeds: is for {len(given)} of {size} ranks: give a seed for each, or none"
     elif item.get_closest_marker("reuse"):
         yield f"{where}: hash_seeds: starts new ranks, and reuse keeps them: take one of the two off"
 
@@ -374,3 +376,12 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         mark = metafunc.definition.get_closest_marker(name)
         if mark is not None and len(mark.args) > 1 and name in metafunc.fixturenames:
             metafunc.parametrize(name, mark.args, indirect=True)
+
+
+def check_debug_rank(rank: int, items: Iterable[pytest.Item]) -> None:
+    """Raise UsageError if none of the tests that are to run has the rank of ``--ranks-pdb-rank``."""
+    sizes = [size_of(item, DEFAULT_WORLD_SIZE) for item in items]
+    if sizes and rank >= max(sizes):
+        raise pytest.UsageError(
+            f"--ranks-pdb-rank {rank}: no test has such a rank: the largest runs on {max(sizes)}, from 0 on"
+        )

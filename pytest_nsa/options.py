@@ -73,62 +73,88 @@ def add_options(parser: pytest.Parser) -> None:
         ("--bisect-env", {"nargs": "?", "const": ""}), ("--pdb-rank", {"type": int, "default": -1}),
     ):  # fmt: skip
         group.addoption(old, dest=old.removeprefix("--").replace("-", "_"), help=argparse.SUPPRESS, **form)
-    parser.addini(
-        "ranks_output_limit", "MB of each rank's output that are kept: its beginning and its end", default="64"
+    _add_ini(
+        parser, "ranks_output_limit", "MB of each rank's output that are kept: its beginning and its end", default="64"
     )
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_bisect_env", "What --ranks-bisect-env tries: one NAME=VALUE per line (default: variables of NCCL and CUDA)",
         type="linelist", default=list(MITIGATIONS),
     )  # fmt: skip
-    parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
-    parser.addini(
+    _add_ini(parser, "artifacts_dir", "Folder for evidence and reports", default="artifacts")
+    _add_ini(
+        parser,
         "ranks_artifacts_keep",
         "How many finished runs are kept, and with them the 5 newest that failed; others are deleted when a run ends (0: never)",
         default="20",
     )
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_artifacts_mode",
         "Permissions of a run's folder, in octal: with 0755 other users can read it",
         default="0700",
     )
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_mask_output",
         "Mask text that looks like a secret in everything that the plugin writes: output, exceptions, sources, test ids "
         "(env.json and arguments of processes are always masked)",
         type="bool", default=False,
     )  # fmt: skip
-    parser.addini("ranks_timeout", "Seconds for a test on ranks that has no limit from pytest-timeout", default="300")
-    parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
-    parser.addini(
-        "ranks_ahead", "While a test runs, fork the ranks of the next one, on gloo and CPU", type="bool", default=True
+    _add_ini(
+        parser, "ranks_timeout", "Seconds for a test on ranks that has no limit from pytest-timeout", default="300"
     )
-    parser.addini(
+    _add_ini(parser, "ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
+    _add_ini(
+        parser,
+        "ranks_ahead",
+        "While a test runs, fork the ranks of the next one, on gloo and CPU",
+        type="bool",
+        default=True,
+    )
+    _add_ini(
+        parser,
         "ranks_check_divergence",
         "Fail a test if its ranks end with different gradients or parameters, which DDP should keep equal",
         type="bool", default=False,
     )  # fmt: skip
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_descendants",
         "Diagnose ranks that tests start by themselves: off, report or end (as --ranks-descendants)",
         default="off",
     )
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_left_fails",
         "Exit with code 1 if processes that tests have left would have kept the session from ending",
         type="bool", default=False,
     )  # fmt: skip
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_unmarked",
-        "Under torchrun or SLURM, which processes run the tests without ranks: all, or the leader (rank 0's)",
+        "Under torchrun or SLURM, which processes run the tests without ranks: all, or leader, the one of rank 0",
         default="all",
     )
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_host_plugins",
         "Plugins that run on the host only, one name per line; !name for one that ranks need although it implements report hooks",
         type="linelist", default=[],
     )  # fmt: skip
-    parser.addini(
+    _add_ini(
+        parser,
         "ranks_hang_after",
         "End a test on a suspicion that has lasted for so many seconds (0: never)",
         default="0",
     )
+
+
+def _add_ini(
+    parser: pytest.Parser, name: str, help: str, *, default: str | bool | list[str], type: str = "string"
+) -> None:
+    """Declare an ini value, with its default in the help; that of a list is in ``help``, or empty."""
+    if not isinstance(default, list):
+        shown = f"default: {str(default).lower()})"
+        help = f"{help[:-1]}; {shown}" if help.endswith(")") else f"{help} ({shown}"
+    parser.addini(name, help, type=type, default=default)  # type: ignore[arg-type]

@@ -164,6 +164,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if _is_marked(item):  # another plugin's hook wrapper marked it after the marks were checked
             session.items[at] = make_ranked(item)
             _check_marks(session.items[at])
+    usable = [item for item in session.items if isinstance(item, Ranked) and not item.stash[problem_key]]
+    marks.check_debug_rank(config.stash[settings_key].debug_rank, usable)
     wants = _wants_ranks(session)
     # An xdist worker requests ranks before it reports to the controller that it has collected.
     if hasattr(config, "workerinput") and wants:
@@ -352,7 +354,9 @@ def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
 def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
     """Decide by the hook; where it raises, fall back to the verdicts, and report the error."""
     try:
-        found: Decision = config.hook.pytest_nsa_decide(verdicts=verdicts)
+        found = config.hook.pytest_nsa_decide(verdicts=verdicts)
+        if not isinstance(found, Decision):
+            raise TypeError(f"returned {found!r}: must be a Decision of pytest_nsa, or None")
     except Exception as error:  # a conftest's error: the reports must be written all the same
         config.stash[runner_key].folder.report(f"pytest_nsa_decide failed: {type(error).__name__}: {error}")
         return decide(verdicts)

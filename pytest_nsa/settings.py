@@ -80,7 +80,8 @@ settings_key = pytest.StashKey[Settings]()
 
 def resolve(config: pytest.Config) -> Settings:
     """Read everything, check it, and keep it on the config. Raises UsageError naming the setting."""
-    directory = config.getoption("--ranks-artifacts") or config.getini("artifacts_dir")
+    option, ini = config.getoption("--ranks-artifacts"), config.getini("artifacts_dir")
+    directory, source = (option, "--ranks-artifacts") if option is not None else (ini, "ini artifacts_dir")
     backend = os.environ.get("TORCH_BACKEND") or None
     if backend not in (None, "gloo", "nccl"):
         raise pytest.UsageError(f"TORCH_BACKEND={backend!r}: must be gloo or nccl")
@@ -95,14 +96,14 @@ def resolve(config: pytest.Config) -> Settings:
         timeout=_seconds(config, "ranks_timeout", at_least=1),
         start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
         hang_after=_seconds(config, "ranks_hang_after", at_least=0),
-        check_divergence=config.getini("ranks_check_divergence"),
-        ahead=config.getini("ranks_ahead"),
+        check_divergence=_flag(config, "ranks_check_divergence"),
+        ahead=_flag(config, "ranks_ahead"),
         output_limit=_bytes(config, "ranks_output_limit"),
         debug_rank=config.getoption("--ranks-pdb-rank"),
         bisect_env=_bisect_env(config),
         keep_runs=_count(config, "ranks_artifacts_keep"),
         folder_mode=_mode(config, "ranks_artifacts_mode"),
-        mask_output=config.getini("ranks_mask_output"),
+        mask_output=_flag(config, "ranks_mask_output"),
         traces_lightly=level == "light",
         keep_passed=config.getoption("--ranks-keep") == "all",
         backend=backend,
@@ -114,12 +115,12 @@ def resolve(config: pytest.Config) -> Settings:
         outer=outer_launcher(config) if HAS_RANKS else None,
         unmarked=_choice(config, "ranks_unmarked", UNMARKED),
         descendants=_descendants(config) if HAS_RANKS else "off",
-        left_fails=config.getini("ranks_left_fails"),
+        left_fails=_flag(config, "ranks_left_fails"),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
-        raise pytest.UsageError(
-            f"--ranks-artifacts {directory}: is a file; give a folder, or the name of one to be made"
-        )
+        raise pytest.UsageError(f"{source} {directory}: is a file; give a folder, or the name of one to be made")
+    if settings.artifacts == config.rootpath.resolve():
+        raise pytest.UsageError(f"{source} {directory!r}: is the tests' root folder; give a folder for evidence alone")
     if settings.hang_after >= settings.timeout:
         raise pytest.UsageError(
             f"ini ranks_hang_after = {settings.hang_after:g}: must be below ranks_timeout = {settings.timeout:g} to have an effect"
@@ -179,7 +180,7 @@ def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
 def _bisect_env(config: pytest.Config) -> dict[str, str]:
     """Return the variables that ``--ranks-bisect-env`` tries; {} where it is not given. Raises UsageError."""
     given = config.getoption("--ranks-bisect-env")
-    if given is None:
+    if given is None and not config.getini("ranks_bisect_env"):
         return {}
     source = f"--ranks-bisect-env {given}" if given else "ini ranks_bisect_env"
     found: dict[str, str] = {}
@@ -194,7 +195,7 @@ def _bisect_env(config: pytest.Config) -> dict[str, str]:
         found[name] = value
     if not found:
         raise pytest.UsageError(f"{source}: names no variable; give NAME=VALUE,...")
-    return found
+    return found if given is not None else {}
 
 
 def _choice(config: pytest.Config, name: str, allowed: tuple[str, ...]) -> str:
@@ -221,6 +222,13 @@ def named_plugins(config: pytest.Config) -> tuple[frozenset[str], frozenset[str]
     return frozenset(on_host), frozenset(in_ranks)
 
 
+def _flag(config: pytest.Config, name: str) -> bool:
+    try:
+        return bool(config.getini(name))
+    except (ValueError, pytest.UsageError) as error:  # pytest's message does not name the setting
+        raise pytest.UsageError(f"ini {name}: {error}: must be true or false") from None
+
+
 def _count(config: pytest.Config, name: str) -> int:
     text = str(config.getini(name))
     if not text.isdecimal():
@@ -230,7 +238,7 @@ def _count(config: pytest.Config, name: str) -> int:
 
 def _mode(config: pytest.Config, name: str) -> int:
     text = str(config.getini(name))
-    mode = int(text, 8) if text and set(text) <= set("01234567") else -1
+    mode = int(text, 8) if text and set(text) <= set("01234567") else 0
     if mode & 0o700 != 0o700 or mode > 0o777:
         raise pytest.UsageError(
             f"ini {name} = {text!r}: must be permissions in octal that let the owner in, as in 0750"

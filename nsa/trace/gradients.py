@@ -53,10 +53,13 @@ class GradientTrace:
         """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`."""
         return [name for name in self.expected if name not in self.arrived]
 
-    def report(self, step: int, missing_file: Path | None = None, rank: int = 0) -> list[str]:
+    def report(
+        self, step: int, missing_file: Path | None = None, rank: int = 0, *, has_failed: bool = False
+    ) -> list[str]:
         """Log how many gradients arrived in the backward of ``step``, as a warning if some are missing; return the missing names.
 
-        ``missing_file``, one for all ranks, gets a line 'step1 blocks.4.attn.out.weight rank=0' for each.
+        ``missing_file``, one for all ranks, gets a line 'step1 blocks.4.attn.out.weight rank=0' for each. ``has_failed``: an
+        exception ended the step, so that missing gradients are its consequence, and the listener is not called.
         """
         missing = self.missing()
         level = logging.WARNING if missing else logging.INFO
@@ -64,7 +67,8 @@ class GradientTrace:
         logger.log(level, text, step, len(self.arrived), len(missing))
         for name in missing:
             logger.warning("  - MISSING: %s", name)
-        _listener(step, missing, zlib.crc32("\n".join(self.arrived).encode()))
+        if not has_failed:
+            _listener(step, missing, zlib.crc32("\n".join(self.arrived).encode()))
         if missing_file is not None and missing:
             with open(open_to_append(missing_file), "a", encoding="utf-8") as file:
                 file.writelines(f"step{step} {name} rank={rank}\n" for name in missing)

@@ -1,4 +1,8 @@
-"""Which modules' backward ran. Full backward hooks on every module are expensive, so only blocks have them."""
+"""Which modules backward reached. Hooks on every module are expensive, so only blocks have them.
+
+The hooks are on the modules' outputs. torch's full backward hooks would return views in their place, which no line may change
+in place, and warn where no input needs a gradient.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from nsa.trace import logger
+from nsa.trace.calls.compiled import outside_graphs
 from nsa.trace.names import plain_name
 
 
@@ -21,28 +28,39 @@ def block_level(model: nn.Module) -> list[tuple[str, nn.Module]]:
             for index, block in module.named_children():
                 found.append((f"{prefix}{index}", block))
                 found.extend((f"{prefix}{index}.{child}", m) for child, m in block.named_children())
-    return found or [(name, m) for name, m in model.named_children()]
+    return found or [*model.named_children()] or [(type(model).__name__, model)]
 
 
 class ModuleBackwardTrace:
-    """Logs ``[MODULE-BWD] step=1 module=blocks.4.attn`` as each module's backward ends, and then those never reached."""
+    """Logs ``[MODULE-BWD] step=1 module=blocks.4.attn`` as a gradient of each module's output arrives, then those never reached."""
 
     def __init__(self, model: nn.Module) -> None:
         self.step = 1
         self.reached: list[str] = []
         self._names: list[str] = []
         self._handles: list[Any] = []
+        self._of_leaves: list[Any] = []  # on outputs that outlive the step: a parameter, or an input that is returned
         for name, module in block_level(model):
-            plain = plain_name(name)
+            plain = plain_name(name) or type(module).__name__
             self._names.append(plain)
-            self._handles.append(module.register_full_backward_hook(self._hook(plain)))
+            self._handles.append(module.register_forward_hook(outside_graphs(self._after_forward(plain))))
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def ran(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-            self.reached.append(name)
-            logger.info("[MODULE-BWD] step=%d module=%s", self.step, name)
+    def _after_forward(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook_outputs(module: nn.Module, inputs: Any, output: Any) -> None:
+            calls = iter([name])  # one line for a call, whatever the number of its outputs
 
-        return ran
+            def reached(_: torch.Tensor) -> None:
+                if next(calls, None) is not None:
+                    self.reached.append(name)
+                    logger.info("[MODULE-BWD] step=%d module=%s", self.step, name)
+
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    handle = tensor.register_hook(outside_graphs(reached))
+                    if tensor.is_leaf:
+                        self._of_leaves.append(handle)
+
+        return hook_outputs
 
     def not_reached(self) -> list[str]:
         """Return the modules where backward has not run since the last `reset`."""
@@ -62,8 +80,15 @@ class ModuleBackwardTrace:
         """Clear the reached modules: to be called before each step's forward."""
         self.step = step
         self.reached.clear()
+        self._remove(self._of_leaves)
 
     def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
+        """Remove the hooks."""
+        self._remove(self._handles)
+        self._remove(self._of_leaves)
+
+    @staticmethod
+    def _remove(handles: list[Any]) -> None:
+        for handle in handles:
             handle.remove()
+        handles.clear()

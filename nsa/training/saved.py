@@ -144,9 +144,9 @@ def describe(path: Path) -> Description:
             raise ValueError
         return dataclasses.replace(described, model=dict(described.model), data=dict(described.data))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise ConfigError(
-            f"checkpoint {str(path)!r}: is not a checkpoint of this program; give a step_* folder that --save-every wrote"
-        ) from None
+        newest = next(reversed(saved_in(path.parent)), None) if path.name == "latest" else None
+        advice = f"give a checkpoint, as {newest}" if newest else "give a step_* folder that --save-every wrote"
+        raise ConfigError(f"checkpoint {str(path)!r}: is not a checkpoint of this program; {advice}") from None
 
 
 def is_finite(path: Path) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from pytest_nsa.cli.compare import compare, print_history
@@ -25,7 +26,7 @@ from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
 from pytest_nsa.report.runs import KEPT, KEPT_FAILED, in_short
-from pytest_nsa.report.summary import Entry
+from pytest_nsa.report.summary import Entry, read_entries
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import write_atomically
 
@@ -62,8 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="pytest-nsa", description="Diagnose tests on ranks from the evidence they left."
+        prog="pytest-nsa",
+        description="Diagnose tests on ranks from the evidence they left.",
+        epilog="Exit codes: 0, or 1 where a verdict is a failure, 2 where the command could not do its work.",
     )
+    parser.add_argument("--version", action="version", version=f"pytest-nsa {metadata.version('pytest-nsa')}")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("diagnose", help="print the verdict on a test's folder, or on every test of a run")
     command.add_argument(
@@ -136,6 +140,13 @@ def _count(text: str) -> int:
 def _diagnose(arguments: argparse.Namespace) -> int:
     first, *others = arguments.folders
     if not find_test_folders(first):
+        verdicts = [entry.verdict for entry in read_entries(first)]
+        if verdicts and not any(verdict.failed for verdict in verdicts):
+            print(
+                f"no test failed, of {len(verdicts)}; of those that pass, --ranks-keep=all keeps the evidence",
+                file=sys.stderr,
+            )
+            return 0
         print(
             f"error: {str(first)!r}: no evidence here (no job.json); give a run's or a test's folder",
             file=sys.stderr,

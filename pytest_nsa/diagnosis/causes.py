@@ -149,7 +149,7 @@ _REGISTRY = (
            advice="balance the work between ranks, or raise the timeout"),
     _else(name="assertion", outcome="FAIL", of_the_rank=True,
           summary="an ordinary failure of the test: its own assertion, or an exception that all ranks raised alike.",
-          advice="no rank differs: all that fail do so alike; look at what the test computes and asserts"),
+          advice="no rank differs: the ranks that fail do so alike; look at the exception, as in a test of one process"),
     _else(name="unknown", retry="once",
           summary="no rule fits.",
           advice="no rule fits; all the evidence is in the folder"),

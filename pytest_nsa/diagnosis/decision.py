@@ -55,7 +55,7 @@ class Decision:
 
 
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:
-    """Return the decision that the verdicts support; the verdict with the highest confidence leads it."""
+    """Return the decision that the verdicts support: on the most frequent cause, by its verdict with the highest confidence."""
     failed = {name: v for name, v in verdicts.items() if v.failed}
     if not verdicts:
         return Decision(
@@ -144,7 +144,8 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
     culprits = first.culprits() if first.ranks else ""
     counts = Counter(v.cause or "no cause" for v in failed.values()).most_common()
     if len(counts) > 1:
-        shown = ", ".join(f"{name} {n}" for name, n in counts[:5]) + (" ..." if len(counts) > 5 else "")
+        shown = ", ".join(f"{name} {n}" for name, n in counts[:5])
+        shown += f" and {len(counts) - 5} more" if len(counts) > 5 else ""
         share += f", of {len(counts)} causes: {shown}"
     elif len(failed) > 1:
         share += ", all with this cause"
@@ -174,4 +175,4 @@ def count(n: int, noun: str) -> str:
 
 def _counted(verdicts: Mapping[str, Verdict]) -> str:
     """'1 test', '2 scenarios'."""
-    return count(len(verdicts), "scenario" if any(v.scenario for v in verdicts.values()) else "test")
+    return count(len(verdicts), "scenario" if all(v.scenario for v in verdicts.values()) else "test")

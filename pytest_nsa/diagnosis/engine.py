@@ -33,7 +33,7 @@ from pytest_nsa.diagnosis.rules import (
     stalls,
     unwinding,
 )
-from pytest_nsa.diagnosis.verdict import NO_RANK, RULE_FAILED, Fact, Finding, Outcome, Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, RULE_FAILED, Fact, Finding, Outcome, Verdict, with_name_of_other
 from pytest_nsa.evidence.values import Evidence
 
 Rule = Callable[[Evidence], Finding | None]
@@ -104,10 +104,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# For ranks that stall while the test runs.
+# For ranks that stall while the test runs, in the same order: what is announced is the later verdict.
 SUSPICIONS: tuple[Rule, ...] = (
-    exits.rank_gone, exits.rank_replaced, groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired,
-    calls.waiting_in_different_calls, messages.lost_messages, absence.left_alone, speed.graph_explosion, speed.straggler,
+    groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired, calls.waiting_in_different_calls,
+    messages.lost_messages, exits.rank_gone, exits.rank_replaced, absence.left_alone, speed.graph_explosion, speed.straggler,
     absence.skipped_in_a_request, keys.unset, stalls.blocked, stalls.in_transit, absence.not_entered,
 )  # fmt: skip
 
@@ -148,7 +148,11 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         if finding.cause not in CAUSES:
             failures.append(_failure(name, f"{finding.cause!r} is not a cause of the registry"))
             continue
-        return replace(finding, facts=(*finding.facts, *failures)), tuple(failures)
+        reason, advice = (
+            with_name_of_other(text, finding.ranks, evidence.job.world_size)
+            for text in (finding.reason, finding.advice)
+        )
+        return replace(finding, reason=reason, advice=advice, facts=(*finding.facts, *failures)), tuple(failures)
     return None, tuple(failures)
 
 

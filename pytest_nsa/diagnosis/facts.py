@@ -43,12 +43,13 @@ def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
 
 
 def stack_fact(rank: RankEvidence) -> Fact | None:
-    """Return the innermost frames of the thread that shows the rank's location."""
-    stack = rank.stack
+    """Return the innermost frames of the rank's last location in its program."""
+    stack = rank.last_stack
     if stack is None:
         return None
+    file = "stacks.txt" if stack is rank.stack else "events.jsonl"
     text = " <- ".join([frame.describe() for frame in stack.frames if not frame.is_ours][:4])
-    return Fact(rank=rank.rank, kind="python_stack", file=f"rank{rank.rank}/stacks.txt", text=text)
+    return Fact(rank=rank.rank, kind="python_stack", file=f"rank{rank.rank}/{file}", text=text)
 
 
 def counters_fact(rank: RankEvidence) -> Fact | None:
@@ -94,8 +95,11 @@ def native_fact(rank: RankEvidence) -> Fact | None:
     """Return the innermost native frame, or why it could not be read."""
     if not rank.native_symbol and not rank.native_absent:
         return None
-    text = rank.native_symbol or f"no native frames: {rank.native_absent}"
-    return Fact(rank=rank.rank, kind="native_stack", file=f"rank{rank.rank}/native.txt", text=text)
+    if not rank.native_symbol:
+        return Fact(
+            rank=rank.rank, kind="native_stack", file="host.jsonl", text=f"no native frames: {rank.native_absent}"
+        )
+    return Fact(rank=rank.rank, kind="native_stack", file=f"rank{rank.rank}/native.txt", text=rank.native_symbol)
 
 
 def ddp_fact(rank: RankEvidence) -> Fact | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -159,7 +160,24 @@ def stated(ranks: tuple[int, ...], text: str, world_size: int) -> str:
         is_verb = verb in _PLURAL or (verb.endswith("s") and verb.isalpha() and verb not in ("as", "this"))
         verb = _PLURAL.get(verb, verb.removesuffix("s")) if is_verb else verb
         text = f"{verb} {rest}".replace(" its ", " their ")
-    return f"{describe_ranks(ranks, world_size)} {text}"
+    return f"{describe_ranks(ranks, world_size)} {with_name_of_other(text, ranks, world_size)}"
+
+
+_THE_OTHERS = re.compile(r"\bthe others(?P<of>')?(?: (?P<verb>wait|enter|go|train|are|have|do|carry)\b)?")
+_SINGULAR = {plural: verb for verb, plural in _PLURAL.items()} | {"go": "goes"}
+
+
+def with_name_of_other(text: str, ranks: tuple[int, ...], world_size: int) -> str:
+    """Return a text about one of two ranks with the other one's number in place of 'the others'."""
+    if world_size != 2 or len(ranks) != 1:
+        return text
+    other = f"rank {1 - ranks[0]}"
+
+    def named(match: re.Match[str]) -> str:
+        verb = match["verb"]
+        return other + ("'s" if match["of"] else "") + (f" {_SINGULAR.get(verb, f'{verb}s')}" if verb else "")
+
+    return _THE_OTHERS.sub(named, text)
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:

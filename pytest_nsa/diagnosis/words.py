@@ -103,7 +103,8 @@ def race_of_threads(evidence: Evidence, entered: Mapping[int, Collective]) -> st
     who, does = describe_ranks(aside, evidence.job.world_size), "calls" if len(aside) == 1 else "call"
     functions = {parts_of(place)[2] for rank in aside for place in entered[rank].lines[:1]} - {""}
     names = f" ({' and '.join(sorted(functions))})" if functions else ""
-    return f"; {who} {does} in a side thread{names}, the others in their main thread: one group, so the order is a race"
+    rest = describe_ranks(tuple(sorted(entered.keys() - {*aside})), evidence.job.world_size)
+    return f"; {who} {does} in a side thread{names}, {rest} in the main thread: one group, so the order is a race"
 
 
 def exhausted_loaders(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:

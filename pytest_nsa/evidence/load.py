@@ -31,6 +31,7 @@ from pytest_nsa.evidence.values import (
     RankEvidence,
     ThreadError,
 )
+from pytest_nsa.evidence.waiting import latest_sample
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
@@ -189,7 +190,7 @@ def _read_rank(
         board=board,
         beat_age_s=(sampled or stall).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
-        process=_last(seen["process"]),
+        process=latest_sample(seen["process"]),
         threads=_threads(dump, own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=_first(seen["native"]).get("absent", ""),

@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_nsa.evidence.stacks import Frame
 
+SAMPLED_S = 10.0  # samples of /proc from this time before the last one show whether a thread computes
 BUSY = 0.5  # of a core, over the sample
 # The kernel's wait channels of a sleep, and of a wait for a child.
 SLEEPS = ("hrtimer_nanosleep", "common_nsleep", "do_nanosleep", "do_wait")
@@ -59,18 +60,39 @@ def has_a_time_limit(line: str) -> bool:
 
 def computes(process: Mapping[str, Any]) -> bool:
     """Return whether the main thread of a process is at work, by a sample of /proc; a thread that wants the CPU may get little."""
-    share = process.get("main_cpu_share", process.get("cpu_share", 0.0))
+    share = share_of_main(process)
     return share >= BUSY or (bool(process.get("wants_cpu")) and share >= STARVED)
+
+
+def share_of_main(process: Mapping[str, Any]) -> float:
+    """Return the main thread's share of a core, the largest that samples of /proc show while it wants the CPU."""
+    latest: float = process.get("main_cpu_share", process.get("cpu_share", 0.0))
+    return max(latest, process.get("stall_cpu_share", 0.0))
+
+
+def latest_sample(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a rank's last sample of /proc; of one that still wants the CPU, with its largest share of it so far as
+    ``stall_cpu_share``: the last interval is short, and on a busy machine other processes may have had all of it.
+    """
+    last = samples[-1] if samples else {}
+    if not last.get("wants_cpu") or "main_cpu_s" not in last:
+        return last
+    shares = [
+        (last["main_cpu_s"] - e["main_cpu_s"]) / (last["time"] - e["time"])
+        for e in samples
+        if "main_cpu_s" in e and 0.0 < last["time"] - e["time"] <= SAMPLED_S
+    ]
+    return {**last, "stall_cpu_share": max(shares, default=0.0)}
 
 
 def torch_wait(frames: Sequence[Frame]) -> str:
     """Return the function of torch in which a thread waits for other ranks; '' if it does not. Frames innermost first.
 
     Every frame from the innermost to that function must be torch's: if it has called other code (pickling, an import), the
-    thread is at work.
+    thread is at work. It may wait for an event that a thread of torch's sets, as in RPC.
     """
     found = ""
-    for frame in frames:
+    for frame in itertools.dropwhile(_is_of_an_event, frames):
         if any(part in frame.file for part in _DISPATCH):
             continue
         if frame.is_user or not any(part in frame.file for part in _TORCH_S):
@@ -78,6 +100,10 @@ def torch_wait(frames: Sequence[Frame]) -> str:
         if _WAITS.match(frame.function):
             found = frame.function
     return found
+
+
+def _is_of_an_event(frame: Frame) -> bool:
+    return frame.file.endswith("/threading.py") and frame.function == "wait"
 
 
 def _depth(frames: Sequence[Frame]) -> int:

@@ -145,12 +145,14 @@ class Trace:
             buckets.attach(model)
             self.buckets = buckets.buckets
             self._bucketed.append(model)
+        has_failed = True
         try:
             yield self
+            has_failed = False
         finally:
             if self._gradients is not None:
                 self._gradients.close()
-                self._gradients.report(self.step)
+                self._gradients.report(self.step, has_failed=has_failed)
             if self._modules is not None:
                 self._modules.close()
                 self._modules.report(self.step)

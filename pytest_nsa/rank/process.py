@@ -249,6 +249,9 @@ class RankProcess:
             fixed = FIXED_VARIABLES.intersection(variables)
             if fixed:
                 raise ValueError(f"{', '.join(sorted(fixed))}: the plugin numbers the ranks; remove it")
+            odd = next((pair for pair in variables.items() if not all(isinstance(part, str) for part in pair)), None)
+            if odd is not None:
+                raise TypeError(f"{odd[0]!r}: {odd[1]!r}: the names and values of variables must be texts")
             os.environ.update(variables)
         except Exception as error:  # a conftest's own
             self._hook_error = RuntimeError(f"pytest_nsa_environment: {type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from pytest_nsa.diagnosis.decision import Decision
+from pytest_nsa.diagnosis.decision import Decision, count
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
@@ -84,10 +84,11 @@ def _read(run: Path, entry: Entry) -> Evidence | None:
 def _title(entries: list[Entry], decision: Decision) -> str:
     """Return the page's title: how many tests fail, or the decision if no test fails."""
     failed = sum(e.verdict.failed for e in entries)
-    noun = "scenario" if any(e.verdict.scenario for e in entries) else "test"
     if not failed:
         return short_place(decision.sentence)
-    return f"{failed} of {len(entries)} {noun}{'s' if len(entries) > 1 else ''} fail{'s' if failed == 1 else ''}"
+    noun = "scenario" if all(e.verdict.scenario for e in entries) else "test"
+    where = "" if noun == "scenario" else " on ranks"  # pytest counts further tests
+    return f"{failed} of {count(len(entries), noun)}{where} fail{'s' if failed == 1 else ''}"
 
 
 def _table(failed: list[Entry]) -> Markup | None:

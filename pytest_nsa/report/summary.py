@@ -183,10 +183,11 @@ def _linked(where: str, blob: str | None) -> str:
 
 def _verdict(entry: Entry) -> list[str]:
     v = entry.verdict
+    group = ", ".join(markdown(part) for part in (v.backend, v.parallel) if part not in ("", "none"))
     out = [
         f"### {markdown(entry.name)}: {v.outcome}",
         "",
-        f"- ranks: {v.culprits()} of {v.world_size} ({', '.join(markdown(x) for x in (v.backend, v.parallel) if x)})",
+        f"- ranks: {v.culprits()} of {v.world_size}{f' ({group})' if group else ''}",
     ]
     out.append(f"- cause: {code(v.cause)}, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:

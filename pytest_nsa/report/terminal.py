@@ -115,17 +115,21 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
     Equal texts have the same error at the same lines; arguments may differ, as they may contain the rank.
     """
     grouped: dict[str, tuple[list[int], str]] = {}
+    is_all_that_is_known = verdict.rule == "exits.only_victims"
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
-        for key, text in _failures_of(rank, is_culprit=rank.rank in verdict.ranks):
+        for key, text in _failures_of(rank, in_full=is_all_that_is_known):
             grouped.setdefault(key, ([], text))[0].append(rank.rank)
     yield from grouped.values()
 
 
-def _failures_of(rank: RankEvidence, *, is_culprit: bool) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a rank's failures, each after the part of it that equal ones have in common."""
+def _failures_of(rank: RankEvidence, *, in_full: bool) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a rank's failures, each after the part of it that equal ones have in common.
+
+    ``in_full``: also those that are a consequence of another rank's failure.
+    """
     from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
 
-    if not is_culprit and rank.exceptions and all(map(is_victim, rank.exceptions)):
+    if not in_full and rank.exceptions and all(map(is_victim, rank.exceptions)):
         text = _waited(rank.exceptions[0])
         yield text, text
         return

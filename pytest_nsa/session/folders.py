@@ -103,7 +103,7 @@ class RunFolder:
         """Continue in a temporary folder, as this one cannot be written to. Raises ``error`` if the run has moved already."""
         if self._has_moved:
             raise error
-        self._has_moved, self._left = True, self._path
+        self._has_moved, self._left, self._taken = True, self._path, {}
         self._open(private_folder() / "artifacts")
         self.report(f"{short_path(self._left or self.root)}: {error.strerror}: evidence goes to {self._path}")
 
@@ -129,7 +129,7 @@ class RunFolder:
 
     def _make(self, root: Path) -> Path:
         make_folder(root)
-        if not os.path.lexists(root / ".gitignore"):
+        if not any(root.iterdir()):  # else it may be a folder of the user's, with files that git is to see
             write_atomically(root / ".gitignore", "*\n", follow=True)
         if self.name:  # xdist workers write into the run that the controller named
             path = root / self.name

@@ -149,6 +149,10 @@ class Ranked(pytest.Function):
             self.stash[verdict_key] = verdict
             runner.recorder.replace(evidence.folder, verdict)
             pytest.fail(passed, pytrace=False)
+        if foreseen is not None:
+            verdict = replace(verdict, reason=f"{verdict.reason} (fails_as expected {foreseen})")
+            self.stash[verdict_key] = verdict
+            runner.recorder.replace(evidence.folder, verdict)
         if verdict.failed:
             failure = rank_failure(verdict, evidence, shown=self.config.getoption("usepdb", False))
             failure.in_setup = _failed_in_setup(verdict, evidence)

@@ -60,7 +60,6 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
-        folders.append(folder)
         job = Job(
             nodeid=nodeid,
             folder=str(folder),
@@ -75,7 +74,8 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             fsdp_version=runner.settings.fsdp_version,
             created=time.time(),
         )
-        verdict = runner.run_function(request.session, job)
+        verdict, folder = runner.run_function(request.session, job)
+        folders.append(folder)
         verdicts.append(verdict)
         return Outcome(verdict=verdict, folder=folder, world_size=world_size)
 

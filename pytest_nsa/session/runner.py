@@ -168,11 +168,14 @@ class RankRunner:
         self._groups = 0
         return replace(job, stay=False)
 
-    def run_function(self, session: pytest.Session, job: Job) -> Verdict:
-        """Run a function for the fixture `launch`, in a folder that exists already. Threads that launch take turns."""
+    def run_function(self, session: pytest.Session, job: Job) -> tuple[Verdict, Path]:
+        """Run a function for the fixture `launch`; return its verdict and its folder: that of the job, unless the disk became full.
+
+        Threads that launch take turns.
+        """
         with self._launches:
-            self._write_job(session, job)
-            return self._run(session, job, keep=True, record=False)[0]
+            job = self._with_its_file(session, job, Path(job.folder).name)
+            return self._run(session, job, keep=True, record=False)[0], Path(job.folder)
 
     def _with_its_file(self, session: pytest.Session, job: Job, name: str) -> Job:
         """Return the job, written; in a new folder if another process has filled the disk since its folder was made."""

@@ -63,6 +63,10 @@ def test_every_rule_is_applied() -> None:
     assert written == {*engine.RULES, *engine.SUSPICIONS, *engine.OF_THE_PASSED} - {engine.refused}
 
 
+def test_what_is_announced_is_decided_in_the_order_of_the_verdict() -> None:
+    assert [*engine.SUSPICIONS] == [rule for rule in engine.RULES if rule in engine.SUSPICIONS]
+
+
 def test_each_cause_is_named_by_the_code_of_a_rule() -> None:
     """A cause that the corpus cannot have lost its rule once, and nothing else noticed."""
     package = Path(engine.__file__).resolve().parents[1]

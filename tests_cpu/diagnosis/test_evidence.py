@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.native import abort_message, innermost_symbol
 from pytest_nsa.evidence.stacks import Frame, parse_dump, thread_that_shows
+from pytest_nsa.evidence.waiting import computes, share_of_main
 from pytest_nsa.system.gpu import look_at_gpus
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire.messages import Job
@@ -82,6 +83,19 @@ def test_the_first_cause_is_not_the_first_line(tmp_path: Path) -> None:
     assert verdict.advice.startswith("native code crashed"), "no other process is this signal's sender"
 
 
+@pytest.mark.parametrize(("state", "share"), [("R", 0.5), ("S", 0.05)])
+def test_a_rank_computes_by_all_its_samples_if_it_still_wants_the_cpu(tmp_path: Path, state: str, share: float) -> None:
+    """On a busy machine, other processes had the CPU in the last, short interval."""
+    folder = make_folder(tmp_path / "t", world_size=1)
+    facts = {"event": "process", "rank": 0, "state": state, "wants_cpu": state == "R", "wchan": "0", "cpu_share": 0.0}
+    samples = [(0.0, 1.0, 0.9), (30.0, 16.0, 0.6), (38.0, 20.0, 0.5), (38.2, 20.01, 0.05)]
+    lines = [{**facts, "time": time, "main_cpu_s": used, "main_cpu_share": now} for time, used, now in samples]
+    (folder / "host.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (rank,) = load(folder).ranks
+    assert share_of_main(rank.process) == pytest.approx(share, abs=0.02)
+    assert computes(rank.process) == (state == "R")
+
+
 def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:
     threads = parse_dump(DUMP)
     assert [t.is_ours for t in threads] == [True, False, False]
@@ -100,6 +114,15 @@ def test_a_broken_dump_is_no_stack(text: str) -> None:
 def test_diagnose_without_evidence_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(tmp_path)]) == 2
     assert "no evidence here (no job.json)" in capsys.readouterr().err
+
+
+def test_diagnose_of_a_run_in_which_all_passed_is_no_error(
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_example(pytester, "@world_size(1)\ndef test_a(group): pass").run
+    assert run is not None
+    assert main(["diagnose", str(run)]) == 0
+    assert "no test failed, of 1; of those that pass, --ranks-keep=all keeps the evidence" in capsys.readouterr().err
 
 
 def test_diagnose_reads_a_moved_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

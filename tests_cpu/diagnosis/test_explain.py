@@ -163,3 +163,22 @@ def test_the_table_that_is_shipped_is_the_fit_to_the_recorded_faults(
 )
 def test_a_statement_about_several_ranks_is_in_the_plural(ranks: tuple[int, ...], text: str, stated: str) -> None:
     assert verdict.stated(ranks, text, 4) == stated
+
+
+@pytest.mark.parametrize(
+    ("text", "of_two"),
+    [
+        ("never made the others' call", "rank 1 never made rank 0's call"),
+        (
+            "has earlier rounds in which its call follows the others'",
+            "rank 1 has earlier rounds in which its call follows rank 0's",
+        ),
+        ("carries what the others carry", "rank 1 carries what rank 0 carries"),
+        ("makes no call, as the others do", "rank 1 makes no call, as rank 0 does"),
+        ("left the loop that the others are in", "rank 1 left the loop that rank 0 is in"),
+        ("went on; the others waited for it", "rank 1 went on; rank 0 waited for it"),
+    ],
+)
+def test_a_statement_about_one_of_two_ranks_names_the_other(text: str, of_two: str) -> None:
+    assert verdict.stated((1,), text, 2) == of_two
+    assert verdict.stated((1,), text, 3) == f"rank 1 {text}"

@@ -9,6 +9,7 @@ from pytest_nsa.evidence.waiting import computes, torch_wait, waits_for_a_key
 
 LIB = "/usr/lib/python3.11/site-packages/torch"
 USER = Frame("/home/u/train.py", 7, "step")
+EVENT = [Frame("/usr/lib/python3.11/threading.py", line, "wait") for line in (327, 629)]
 
 
 def frames(*library: tuple[str, str]) -> list[Frame]:
@@ -26,6 +27,13 @@ def frames(*library: tuple[str, str]) -> list[Frame]:
         ),
         (frames(("distributed/rpc/api.py", "rpc_sync")), "rpc_sync"),
         (frames(("_ops.py", "__call__"), ("distributed/_functional_collectives.py", "wait_tensor")), "wait_tensor"),
+        # RPC waits for an event that its own threads set; so does a thread pool, for no other rank.
+        ([*EVENT, *frames(("distributed/rpc/api.py", "_all_gather"))], "_all_gather"),
+        (
+            [*EVENT, Frame("/usr/lib/python3.11/queue.py", 1, "get"), *frames(("distributed/rpc/api.py", "shutdown"))],
+            "",
+        ),
+        ([*EVENT, USER], ""),
         # Functions of the same files that wait for no rank.
         (frames(("distributed/distributed_c10d.py", "get_rank")), ""),
         (frames(("distributed/tensor/_dispatch.py", "dispatch")), ""),

@@ -467,6 +467,12 @@ def test_a_checkpoint_continues_a_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert said[3] == said[4]
     assert generate.main([*words, "--temperature", "1e-300"]) == 0  # as the likeliest
     assert capsys.readouterr().out == said[3]
+    latest = saved.parent / "latest"
+    assert generate.main([str(latest), *words[1:]]) == 2
+    assert (
+        f"{str(latest)!r}: is not a checkpoint of this program; give a checkpoint, as {saved}"
+        in capsys.readouterr().err
+    )
     (saved / "checkpoint.json").write_text("{}")
     assert generate.main(words) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err

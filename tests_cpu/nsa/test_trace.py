@@ -61,6 +61,49 @@ def test_modules_whose_backward_never_ran_are_named(lines: pytest.LogCaptureFixt
     assert "  - NOT REACHED: layers.1" in lines.messages
 
 
+class Shifted(nn.Module):
+    """A model of layers that no input asks a gradient of; each output, of two, is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Pair(), Pair()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, other = layer(x)["both"]
+            x += other
+        return x
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return {"both": (x * self.weight, self.weight)}  # a parameter outlives the step
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_trace_of_modules_changes_nothing(lines: pytest.LogCaptureFixture) -> None:
+    model, expected = Shifted(), Shifted()
+    expected(torch.ones(1, 4)).sum().backward()
+    trace = ModuleBackwardTrace(model)
+    for step in (1, 2):
+        trace.reset(step)
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        assert trace.report(step) == []
+    assert [m for m in lines.messages if "module=" in m] == [
+        f"[MODULE-BWD] step={step} module=layers.{layer}" for step in (1, 2) for layer in (1, 0)
+    ]
+    for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
+        assert mine.grad is not None
+        assert mine.grad.equal(its.grad)
+    trace.close()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
 def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
     board = Board(tmp_path / "board.bin", rank=3, world_size=4)
     board.begin_forward()

@@ -216,10 +216,35 @@ def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester) -> No
     result = run_example(pytester, "@world_size(1)\ndef test_a(group): pass")
     assert result.run is not None
     assert stat.S_IMODE(result.run.stat().st_mode) == 0o700
-    wrong = run_example(pytester, "def test_a(): pass", "-o", "ranks_artifacts_mode=7")
-    assert (
-        "ini ranks_artifacts_mode = '7': must be permissions in octal that let the owner in, as in 0750" in wrong.stderr
-    )
+
+
+@pytest.mark.parametrize(
+    ("ini", "message"),
+    [
+        (
+            "ranks_artifacts_mode=7",
+            "ini ranks_artifacts_mode = '7': must be permissions in octal that let the owner in, as in 0750",
+        ),
+        ("ranks_artifacts_mode=rwx", "ini ranks_artifacts_mode = 'rwx': must be permissions in octal"),
+        ("artifacts_dir=", "ini artifacts_dir '': is the tests' root folder; give a folder for evidence alone"),
+        ("ranks_ahead=maybe", "ini ranks_ahead: invalid truth value 'maybe': must be true or false"),
+        ("ranks_bisect_env=FOO", "ini ranks_bisect_env: 'FOO': must be NAME=VALUE"),
+    ],
+)
+def test_an_ini_value_that_cannot_be_used_is_refused(pytester: pytest.Pytester, ini: str, message: str) -> None:
+    result = run_example(pytester, "def test_a(): pass", "-o", ini)
+    assert result.returncode == 4
+    assert message in result.stderr
+
+
+def test_git_ignores_only_a_folder_that_was_empty(pytester: pytest.Pytester) -> None:
+    source = "@world_size(1)\ndef test_a(group): assert False"
+    pytester.mkdir("mine").joinpath("notes.txt").touch()
+    run_example(pytester, source, "--ranks-artifacts=mine")
+    assert not (pytester.path / "mine" / ".gitignore").exists()
+    assert (pytester.path / "mine" / "latest").is_symlink()
+    run_example(pytester, source)
+    assert (pytester.path / "artifacts" / ".gitignore").read_text() == "*\n"
 
 
 @pytest.mark.own_python

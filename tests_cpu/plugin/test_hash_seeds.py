@@ -45,7 +45,10 @@ def test_after_it_ranks_are_forked(group):
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 3, "failed": 1}, result.stdout
     verdict = result.verdicts["test_given"]
-    assert verdict.cause == "collective_mismatch"
+    assert verdict.outcome == "HANG"
+    # The second calls differ in size, and one earlier call shows no order: a skipped call explains them as well.
+    assert verdict.cause in ("collective_mismatch", "skipped_collective")
+    assert not verdict.certain
     assert "in reduce_all" in verdict.where
     assert "hash seeds: @hash_seeds(1, 2) starts the ranks with these again" in result.stdout
 
@@ -57,7 +60,7 @@ def test_after_it_ranks_are_forked(group):
             "@hash_seeds('3')\n@world_size(1)",
             "hash_seeds('3'): takes a whole number from 0 to 4294967295 for each rank",
         ),
-        ("@hash_seeds(3)\n@world_size(2)", "hash_seeds: has 1 seeds for 2 ranks: give one for each rank, or none"),
+        ("@hash_seeds(3)\n@world_size(2)", "hash_seeds: is for 1 of 2 ranks: give a seed for each, or none"),
         ("@hash_seeds", "hash_seeds: does nothing, as the test does not run on ranks; set PYTHONHASHSEED for pytest"),
     ],
 )

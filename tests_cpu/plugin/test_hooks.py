@@ -54,11 +54,18 @@ def test_without_one_the_surest_verdict_is_read_first(pytester: pytest.Pytester)
     assert "do the verdicts name one cause? yes: assertion" in (result.run / "SUMMARY.md").read_text()  # type: ignore[operator]
 
 
-def test_one_that_raises_costs_no_report(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("def pytest_nsa_decide(verdicts):\n    raise LookupError('no such row')\n")
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise LookupError('no such row')", "LookupError: no such row"),
+        ("return 'all is well'", "TypeError: returned 'all is well': must be a Decision of pytest_nsa, or None"),
+    ],
+)
+def test_one_that_fails_costs_no_report(pytester: pytest.Pytester, body: str, message: str) -> None:
+    pytester.makeconftest(f"def pytest_nsa_decide(verdicts):\n    {body}\n")
     result = run_example(pytester, SOURCE)
     assert result.outcomes == {"passed": 1, "failed": 1}
-    assert "pytest_nsa_decide failed: LookupError: no such row" in result.stdout
+    assert f"pytest_nsa_decide failed: {message}" in result.stdout
     assert "warm_up ends in FAIL (assertion) on rank 1" in result.stdout
 
 
@@ -158,6 +165,13 @@ def test_what_a_hook_gets_wrong_is_said_before_any_rank_runs(pytester: pytest.Py
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in result.stderr
     assert not result.verdicts
+
+
+def test_a_variable_that_is_no_text_is_named(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("def pytest_nsa_environment(config, rank, world_size): return {'LAYERS': 5}")
+    result = run_example(pytester, "@world_size(2)\ndef test_variables(group): pass")
+    reason = result.verdicts["test_variables"].reason
+    assert "pytest_nsa_environment: TypeError: 'LAYERS': 5: the names and values of variables must be texts" in reason
 
 
 def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> None:

@@ -312,7 +312,7 @@ def test_c(group): pass
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"errors": 3}
-    assert "gpu(count=0): count=0 must be a whole number of GPUs, as in gpu(count=2)" in result.stdout
+    assert "gpu(count=0): count=0 must be a whole number of GPUs, 1 or more, as in gpu(count=2)" in result.stdout
     assert "memory='8 gigs' must be a whole number of MiB or GiB, as in gpu(memory='8GiB')" in result.stdout
     assert f"cores(100000): this machine lends {len(os.sched_getaffinity(0))} cores" in result.stdout
 

@@ -181,8 +181,15 @@ def test_that_passes(group): pass
     assert "expected to fail as rank_exception, but passed" in text
     assert result.verdicts["test_as_foreseen"].expected
     assert result.verdicts["test_by_another_cause"].failed
+    assert result.verdicts["test_by_another_cause"].reason.endswith("(fails_as expected rank_exited)")
+    assert "(fails_as expected rank_exited)" in text
     assert result.verdicts["test_that_passes"].failed
     assert "::test_that_passes - Failed: expected to fail as rank_e" in text
+
+
+def test_a_group_that_the_mark_does_not_know_is_refused(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(2, group='none')\ndef test_x(group): pass")
+    assert "takes numbers of ranks and group=None, as in world_size(2) or world_size(2, group=None)" in result.stdout
 
 
 def test_a_cause_that_is_none_is_refused(pytester: pytest.Pytester) -> None:

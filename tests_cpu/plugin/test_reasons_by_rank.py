@@ -51,6 +51,15 @@ def test_a_nan_that_is_meant(ddp):
 def test_skipped_on_one(group):
     if group.rank == 1:
         pytest.skip("no data")
+
+
+@world_size(2)
+def test_raises_in_a_traced_backward(ddp, trace):
+    model = ddp.wrap(torch.nn.Linear(4, 1))
+    with trace(model):
+        out = model(torch.ones(2, 4))
+        out.register_hook(lambda gradient: gradient.no_such_attribute)
+        out.sum().backward()
 """
 LOCK = """
 @world_size(2)
@@ -78,6 +87,9 @@ def test_what_differs_between_ranks_is_in_the_report(pytester: pytest.Pytester) 
     assert "no rank differs" in verdicts["test_alike"].advice
     meant = verdicts["test_a_nan_that_is_meant"]
     assert (meant.cause, meant.ranks) == ("assertion", (1,))
+    raises = verdicts["test_raises_in_a_traced_backward"]
+    assert raises.cause == "assertion", "the gradients that are missing are a consequence"
+    assert "AttributeError" in raises.reason
     skipped = verdicts["test_skipped_on_one"]
     assert "in test_skipped_on_one" in skipped.where
     assert "what all ranks know" in skipped.advice

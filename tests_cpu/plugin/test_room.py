@@ -86,26 +86,38 @@ def test_a_disk_that_fills_up(warm: WarmPython, tmp_path: Path, options: tuple[s
 
 
 FILLS_BETWEEN = """
-import contextlib, pathlib
-from pytest_nsa.session import runner
+import contextlib, os, pathlib
+from pytest_nsa.session.runner import RankRunner
 
-make_job = runner.job_of
+with_its_file = RankRunner._with_its_file
 
-def fill_and_make_job(item, *arguments, **more):
-    if item.name == "test_after":  # its folder has been made
+def fill_before(self, session, job, name):
+    if job.nodeid.endswith(os.environ["FILL_IN"]):  # its folder has been made
         with contextlib.suppress(OSError), open(pathlib.Path("artifacts", "filler"), "wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 12))
-    return make_job(item, *arguments, **more)
+    return with_its_file(self, session, job, name)
 
-runner.job_of = fill_and_make_job
+RankRunner._with_its_file = fill_before
+"""
+LAUNCHES = """
+def body(rank): print("rank", rank, "is here")
+
+def test_launch(launch):
+    outcome = launch(body, world_size=2)
+    assert outcome.verdict.outcome == "PASS" and "rank 1 is here" in outcome.output(1)
 """
 
 
-def test_a_disk_that_another_process_fills_up_as_a_test_begins(warm: WarmPython, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["test_after", "test_launch"])
+def test_a_disk_that_another_process_fills_up_as_a_test_begins(
+    warm: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     (tmp_path / "conftest.py").write_text(FILLS_BETWEEN)
+    (tmp_path / "test_before.py").write_text(LAUNCHES)
+    monkeypatch.setenv("FILL_IN", name)
     output, spare = run_on_a_small_disk(warm, tmp_path, "12m")
-    assert "1 failed, 3 passed" in output, output
+    assert "1 failed, 4 passed" in output, output
     is_whole(spare)
 
 

@@ -67,6 +67,12 @@ def test_breaks(group):
 """
 
 
+def test_a_rank_that_no_test_has_is_refused(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(2)\ndef test_x(group): pass", "--pdb", "--ranks-pdb-rank=7")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--ranks-pdb-rank 7: no test has such a rank: the largest runs on 2, from 0 on" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("chosen", "seen", "total"),
     [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--ranks-pdb-rank=1",), 71, 99)],

@@ -58,15 +58,17 @@ def _order(order: Order, *, counted: bool) -> Callable[[Contrast], float]:
 
 
 def _passed_over(c: Contrast) -> float:
+    if token(c.call) == token(c.other_call):
+        return 0.0  # a loop of one call: nothing shows which of its rounds was passed over
     return (1 - _bits("other")(c)) * (1 - _bits("other", "own")(c))
 
 
 OWN: tuple[Term, ...] = (
     Term("new", "makes this call for the first time", lambda c: not c.has_made),
     Term("other's is new", "never made the others' call", lambda c: not c.has_made_other),
-    Term("surprise of other's", "has no earlier rounds that predict the others' call here", _bits("other")),
-    Term("surprise after other's", "has no earlier rounds in which its call follows the others'", _bits("other", "own")),
-    Term("surprise before other's", "has no earlier rounds in which the others' call follows its own", _bits("own", "other")),
+    Term("surprise of other's", "has no earlier round in which the others' call comes next", _bits("other")),
+    Term("surprise after other's", "has no earlier round that goes from the others' call to its own", _bits("other", "own")),
+    Term("surprise before other's", "has no earlier round that goes from its own call to the others'", _bits("own", "other")),
     Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
     Term("as many", "has made as many calls like this one as in each round before", _rounds(lambda now, usual: now >= usual)),
     Term("passed over", "makes the call that follows the others' call in its earlier rounds", _passed_over),
@@ -89,8 +91,8 @@ OWN: tuple[Term, ...] = (
 def _order_terms(side: str, order: Order) -> tuple[Term, ...]:
     """Return the terms for the case that the named side is ``side``, 'ahead' or 'behind', in the program."""
     return (
-        Term(f"{side}, counted", f"is {side} in the program, by steps and loop counters", _order(order, counted=True)),
-        Term(f"{side} by lines", f"is {side} in the program, by its lines", _order(order, counted=False)),
+        Term(f"{side}, counted", f"is {side} in the program", _order(order, counted=True)),
+        Term(f"{side} by lines", f"is {side} in the program, as far as its lines show", _order(order, counted=False)),
         Term(f"steps {side}", f"is {side} by the steps of the training alone",
              lambda c: c.compared.is_likely and c.order is order),
         Term(f"{side}, new", f"is {side}, in a call that no rank made before", lambda c: c.order is order and not c.is_known),

@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
-from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, is_at_a_lock, meets, takes_a_lock
+from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, is_at_a_lock, meets, share_of_main, takes_a_lock
 
 FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
 IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
@@ -185,7 +185,8 @@ def _device(rank: RankEvidence) -> Activity | None:
 
 def _gil_held(rank: RankEvidence) -> Activity | None:
     silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
-    if not silent or (rank.process.get("wants_cpu") and not computes(rank.process)):  # starved, and so is its heartbeat
+    latest = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
+    if not silent or (rank.process.get("wants_cpu") and latest < STARVED):  # starved now, and so is its heartbeat
         return None
     return Activity("gil_held", f"holds the GIL in native code{in_symbol(rank)}", 0.8)
 
@@ -193,7 +194,7 @@ def _gil_held(rank: RankEvidence) -> Activity | None:
 def _busy(rank: RankEvidence) -> Activity | None:
     """Find that the rank computes, on a busy machine too: a rank that waits uses almost no CPU."""
     whole = rank.process.get("cpu_share", 0.0)
-    of_main = rank.process.get("main_cpu_share", whole)
+    of_main = share_of_main(rank.process)
     shows_other = rank.stack is not None and not rank.stack.is_main
     computes_there = of_main >= STARVED or (shows_other and whole - of_main >= BUSY)
     return _computing_activity(rank) if computes_there else None

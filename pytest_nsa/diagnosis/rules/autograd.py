@@ -36,7 +36,7 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
         match, known = _WITHOUT_GRADIENT.search(error.message), dict(enumerate(rank.parameter_names))
         names = [known[int(i)] for i in match[1].split() if int(i) in known] if match else []
         reason = f"parameters took no part in the last backward: {few(names) or 'torch names none'}"
-        return reason, names[0] if names else ""
+        return reason, names[0].rpartition(".")[0] if names else ""
 
     texts = ("Expected to have finished reduction in the prior iteration",)
     return _stated_by_torch(evidence, "unused_parameters", texts, details)

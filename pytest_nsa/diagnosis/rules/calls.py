@@ -89,12 +89,12 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     elif found.candidate.is_for_all:
         reason = f"the ranks are in different collectives: {shown}"
     elif edit is Edit.SKIP and are_waiting:
-        detail = "it made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
+        detail = f"{who} made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
         went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
         reason = f"{who} {went} without {other.describe()}, in which the others wait ({detail}){each}"
     elif edit is Edit.SKIP:
-        detail = "it left the loop that the others are in" if values.get("left") else "call skipped"
-        reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former ({detail})"
+        detail = f"{who} left the loop that the others are in" if values.get("left") else "call skipped"
+        reason = f"{who} went on without {other.describe()}, in which the others wait ({detail}), and entered {mine.describe()}"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
         reason = f"{who} entered {mine.describe()}, which the others {went}{each}"

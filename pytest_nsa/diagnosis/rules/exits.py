@@ -152,7 +152,10 @@ def deaths(evidence: Evidence) -> list[RankEvidence]:
     return sorted(dead, key=lambda r: (is_victim_text(r.abort_message), r.exit_time))
 
 
-def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
+Raised = list[tuple[RankEvidence, RaisedException]]
+
+
+def _first_exceptions(evidence: Evidence) -> Raised:
     """Return each rank's first exception that is not a victim's, the earliest first."""
     found = []
     for rank in evidence.ranks:
@@ -177,16 +180,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     culprits = tuple(sorted(failed or (r.rank for r, _ in same)))
     others = [r for r in evidence.ranks if r.rank not in {s.rank for s, _ in same}]
     waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
-    if error.type in LEAVES:
-        cause = "rank_exited"
-    elif _is_of_memory(error):
-        cause = "oom"
-    elif _is_of_a_lost_worker(error):
-        cause = "dataloader_stuck"
-    elif not waited and not failed and (error.type in _ASSERTIONS or len(same) == len(evidence.ranks)):
-        cause = "assertion"  # an ordinary failure, of no rank in particular
-    else:
-        cause = "rank_exception"
+    cause = _cause_of(error, is_ordinary=not waited and not failed, of_all=len(same) == len(evidence.ranks))
     if cause == "assertion":
         first_rank, error = min(same, key=lambda pair: pair[0].rank)  # which of them was first is chance
     reason, where = _description_of(error)
@@ -195,25 +189,43 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         reason = f"{failed[culprits[0]]} on {who}, for which every rank raises {error.type}"
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
         where = last_seen(first_rank) or where  # no line of the test is known: at the test
-    advice = ""
-    if cause == "assertion" and others:
-        who = describe_ranks(culprits, evidence.job.world_size)
-        fails = "fails" if len(culprits) == 1 else "fail"
-        # A rank that another one does not wait for goes on, and may fail at another line.
-        later = [f"rank {r.rank} at {e.where}" for r, e in found if r in others]
-        where_else = f"{who} {fails} here first, {' and '.join(later[:2])} later" if later else f"{who} alone {fails}"
-        advice = f"{where_else}: look at what differs there, its data, seed or state"
-    elif cause == "assertion" and len({(e.message.partition("\n")[0], e.chain) for _, e in same}) > 1:
-        advice = "all ranks fail here, with different errors or values: compare them, and what the test computes"
     reason += late_hint(error.message)
     if waited:
         reason += f" ({describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
     return Finding(
         cause=cause, ranks=culprits, where=where,
         module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "", reason=reason,
-        certain=True, confidence=0.95, advice=advice,
+        certain=True, confidence=0.95,
+        advice=_advice_on_a_failure(evidence, same, [(r, e) for r, e in found if r in others]) if cause == "assertion" else "",
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
     )  # fmt: skip
+
+
+def _cause_of(error: RaisedException, *, is_ordinary: bool, of_all: bool) -> str:
+    """Return the cause that an exception belongs to. ``is_ordinary``: no rank waited for one that raised it."""
+    if error.type in LEAVES:
+        return "rank_exited"
+    if _is_of_memory(error):
+        return "oom"
+    if _is_of_a_lost_worker(error):
+        return "dataloader_stuck"
+    if is_ordinary and (of_all or error.type in _ASSERTIONS):
+        return "assertion"  # of no rank in particular
+    return "rank_exception"
+
+
+def _advice_on_a_failure(evidence: Evidence, same: Raised, later: Raised) -> str:
+    """Return what to compare after an ordinary failure: of ranks at one line (``same``), and of others that raised ``later``."""
+    ranks = tuple(sorted(r.rank for r, _ in same))
+    if len(ranks) < len(evidence.ranks):
+        who, fails = describe_ranks(ranks, evidence.job.world_size), "fails" if len(ranks) == 1 else "fail"
+        # A rank that another one does not wait for goes on, and may fail at another line.
+        lines = " and ".join(f"rank {r.rank} at {e.where}" for r, e in later[:2])
+        where_else = f"{who} {fails} here first, {lines} later" if later else f"{who} alone {fails}"
+        return f"{where_else}: look at what differs there, its data, seed or state"
+    if len({(e.message.partition("\n")[0], e.chain) for _, e in same}) > 1:
+        return "all ranks fail here, with different errors or values: compare them, and what the test computes"
+    return ""
 
 
 def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:

@@ -39,7 +39,7 @@ def explained(
         return (
             blamed,
             "skipped_collective",
-            f"{who} made step {odd.step} otherwise than the other ranks: {odd.reason}. {reason}",
+            f"{who} made step {odd.step} otherwise than the others: {odd.reason}; {reason}",
         )
     # An aborted rank may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
@@ -63,7 +63,7 @@ def explained(
     path = other_path(evidence, culprits)
     if path:
         who = describe_ranks(culprits, evidence.job.world_size)
-        return culprits, "data_dependent_branch", f"{who} {path}. {reason}"
+        return culprits, "data_dependent_branch", f"{who} {path}; {reason}"
     return culprits, cause, reason
 
 
