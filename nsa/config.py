@@ -77,30 +77,24 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     An override names a field (``steps=3``), a dotted field (``**{"train.steps": 3}``) or a section
     (``model={"n_layers": 2}``). Raises ConfigError, one line, for any key or value that cannot be used.
     """
-    file = Path(path)
+    file, where, example = Path(path), f"config {str(path)!r}", "give a YAML file, as in configs/tiny_cpu.yaml"
     try:
         with file.open("rb") as opened:
             data = opened.read(MOST_TEXT + 1)
         text = data.decode()
     except UnicodeError:
-        raise ConfigError(
-            f"config {str(path)!r}: not text in UTF-8; give a YAML file, as in configs/tiny_cpu.yaml"
-        ) from None
+        raise ConfigError(f"{where}: not text in UTF-8; {example}") from None
     except OSError as error:
-        raise ConfigError(
-            f"config {str(path)!r}: {error.strerror or error}; give a YAML file, as in configs/tiny_cpu.yaml"
-        ) from None
+        raise ConfigError(f"{where}: {error.strerror or error}; {example}") from None
     if len(data) > MOST_TEXT:
-        raise ConfigError(f"config {str(path)!r}: has more than {MOST_TEXT >> 10} KiB; give a YAML file")
-    tree = _parse(text, f"config {str(path)!r}")
+        raise ConfigError(f"{where}: has more than {MOST_TEXT >> 10} KiB; give a YAML file")
+    tree = _parse(text, where)
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"config {str(path)!r}: must hold sections ({', '.join(SECTIONS)}), got {type(tree).__name__}"
-        )
+        raise ConfigError(f"{where}: must hold sections ({', '.join(SECTIONS)}), got {type(tree).__name__}")
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    _merge_tree(values, tree, f"config {str(path)!r}")
+    _merge_tree(values, tree, where)
     # The path is relative to the file that names it, so that it holds wherever the program is started.
     if values["data"].get("path"):
         values["data"]["path"] = os.path.normpath(file.parent / values["data"]["path"])

@@ -77,11 +77,12 @@ def _check_limits(config: Config) -> None:
         ("train.lr", t.lr), ("model.norm_eps", model.norm_eps), ("model.rope_theta", model.rope_theta),
         ("parallel.bucket_cap_mb", parallel.bucket_cap_mb),
     )  # fmt: skip
-    for name, number in (*not_negative, *positive):
-        if number < 0 or (number == 0 and (name, number) in positive):
-            raise ConfigError(
-                f"{name}={number:g}: must be {'more than 0' if (name, number) in positive else '0 or more'}"
-            )
+    for name, number in not_negative:
+        if number < 0:
+            raise ConfigError(f"{name}={number:g}: must be 0 or more")
+    for name, number in positive:
+        if number <= 0:
+            raise ConfigError(f"{name}={number:g}: must be more than 0")
     most = (  # beyond which torch or the system fails, in their words or by a signal
         ("train.threads", t.threads, 1024), ("data.workers", data.workers, 1024), ("data.prefetch", data.prefetch, 2**16),
         ("train.watchdog_s", t.watchdog_s, 1e9), ("train.lr", t.lr, 1e6), ("parallel.bucket_cap_mb", parallel.bucket_cap_mb, 1e6),

@@ -47,20 +47,21 @@ def rank_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def _tried(name: str) -> str | None:
-    """Return the value that a bisection tries in this rank; None without a bisection."""
+def _value(request: pytest.FixtureRequest, name: str) -> str | None:
+    """Return the value that a bisection tries in this rank, else the parameter, else the mark's; None without any."""
     ctx = current_rank()
-    return ctx.job.overrides.get(name) if ctx is not None else None
+    tried = ctx.job.overrides.get(name) if ctx is not None else None
+    return tried or getattr(request, "param", None) or marked.value(request.node, name)
 
 
 @pytest.fixture
 def branch(request: pytest.FixtureRequest) -> str | None:
     """The NSA branch of the mark branch('sel'); None without the mark."""
-    return _tried("branch") or getattr(request, "param", None) or marked.value(request.node, "branch")
+    return _value(request, "branch")
 
 
 @pytest.fixture
 def gc_range(request: pytest.FixtureRequest) -> LayerRange | None:
     """The layers of the mark gc_range('0:6'), as text with .start and .end; None without the mark."""
-    text = _tried("gc_range") or getattr(request, "param", None) or marked.value(request.node, "gc_range")
+    text = _value(request, "gc_range")
     return None if text is None else LayerRange(text)

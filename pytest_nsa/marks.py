@@ -299,10 +299,15 @@ def place_of(item: pytest.Item) -> tuple[str, int]:
     return str(path), (line or 0) + 1
 
 
+def named(item: pytest.Item) -> str:
+    """Return 'file:line: name' of a test, as messages about it begin."""
+    path, line = place_of(item)
+    return f"{path}:{line}: {item.name}"
+
+
 def wrong_marks(item: pytest.Item) -> Iterator[str]:
     """A sentence for each mark on ``item`` that cannot be used: file, line, the mark, and the right form."""
-    path, line = place_of(item)
-    where = f"{path}:{line}: {item.name}"
+    where = named(item)
     fixtures = getattr(item, "fixturenames", ())
     own = {id(mark) for mark in getattr(getattr(item, "obj", None), "pytestmark", ())}
     for mark in item.iter_markers():
@@ -337,10 +342,9 @@ def _wrong_hash_seeds(item: pytest.Item, where: str) -> Iterator[str]:
 
 def rank_problems(item: pytest.Item) -> Iterator[str]:
     """A sentence for a test that requests ranks and cannot have them."""
-    path, line = place_of(item)
-    where = f"{path}:{line}: {item.name}"
     if not is_ranked(item):
         return
+    where = named(item)
     if not isinstance(item, pytest.Function):
         yield f"{where}: doctests cannot run on ranks: write a test function, or a method of a class"
     elif makes_its_own_group(item) and any(takes(item, name) for name in RANK_FIXTURES):
@@ -355,9 +359,8 @@ def rank_problems(item: pytest.Item) -> Iterator[str]:
 def other_plugin_warnings(item: pytest.Item) -> Iterator[str]:
     """Yield a warning for a test that requests ranks but that another plugin runs in this process: without ranks it would pass."""
     if is_ranked(item) and isinstance(item, pytest.Function):
-        path, line = place_of(item)
         yield (
-            f"{path}:{line}: {item.name}: would not run on ranks: another plugin runs it ({type(item).__name__}); "
+            f"{named(item)}: would not run on ranks: another plugin runs it ({type(item).__name__}); "
             "remove its mark, and call asyncio.run(...) in a plain function, or use pytest-asyncio's or anyio's"
         )
 

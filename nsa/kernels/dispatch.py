@@ -87,8 +87,8 @@ def _is_empty(q: torch.Tensor) -> bool:
     return q.shape[0] == 0 or q.shape[1] == 0
 
 
-def _nothing(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Return the output for an empty q, [B, S, H, Dv] with B or S zero, in the graph of all inputs. ``others`` end with v."""
+def nothing(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return the output where no query sees a token, zeros [B, S, H, Dv], in the graph of all inputs. ``others`` end with v."""
     return q.new_zeros(*q.shape[:3], others[-1].shape[-1]) + zero_times(q, *others)
 
 
@@ -101,7 +101,7 @@ def run_branches(
     Shapes as in `nsa_attention`. A branch that is not requested is not computed and leaves no node in the autograd graph.
     """
     if _is_empty(q):
-        return dict.fromkeys(branches, _nothing(q, *cmp, *win, *sel)), None
+        return dict.fromkeys(branches, nothing(q, *cmp, *win, *sel)), None
     kernels = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]).branches
     l, d, l_sel, n_sel, w = sizes
     out: dict[Branch, torch.Tensor] = {}
@@ -129,7 +129,7 @@ def attend(
     sequence, bool [B, S, G, Ns].
     """
     if _is_empty(q):
-        return _nothing(q, *cmp, *win, gates, *sel)
+        return nothing(q, *cmp, *win, gates, *sel)
     wanted = backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]
     row = BACKENDS[_named(*wanted)]
     if row.whole is not None and (ends is None or row.takes_packs):
@@ -157,7 +157,7 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
     By the backend's window of all tokens; on a GPU by torch's fused attention, which is faster there than our window.
     """
     if _is_empty(q):
-        return _nothing(q, k, v)
+        return nothing(q, k, v)
     row = choose(backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
     if row.dense is not None:
         return row.dense(q, k, v, scale=scale)

@@ -6,7 +6,7 @@ import torch
 
 from nsa.kernels import blocks
 from nsa.kernels.checks import check_sizes, check_tensors
-from nsa.kernels.dispatch import choose
+from nsa.kernels.dispatch import choose, nothing
 
 
 def selected_attention(
@@ -46,7 +46,7 @@ def selected_attention(
         raise ValueError(f"picks is on {picks.device}: must be on {q.device}, as q is")
     row = choose(backend, q.dtype, q.device, Dk, v.shape[3])
     if q.numel() == 0 or picks.shape[3] == 0:
-        return (q * 0).sum(-1, keepdim=True) + (k.sum() + v.sum()) * 0 + q.new_zeros(v.shape[3])
+        return nothing(q, k, v)
     chosen = picks if picks.dtype == torch.bool else _mask(picks, n_blocks)
     own = torch.arange(S, device=q.device)[:, None] // l_sel
     chosen = chosen & (torch.arange(n_blocks, device=q.device) <= own)[None, :, None]

@@ -56,9 +56,9 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
 
     from pytest_nsa.cli.watch import Watcher
     from pytest_nsa.wire import masking
-    from pytest_nsa.wire.files import parse, read_text
+    from pytest_nsa.wire.files import read_object
 
-    if (parse(read_text(Path(test))) or {}).get("masks"):
+    if read_object(Path(test)).get("masks"):
         from nsa.trace.secrets import masked, masked_source
 
         masking.mask_with(masked, masked_source)  # as the session does
@@ -67,7 +67,7 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
     while not is_over():
         jobs = [Path(at) for at, _, files in os.walk(folder) if "job.json" in files]
         watchers = {job: watcher for job, watcher in watchers.items() if job in jobs}
-        now = parse(read_text(Path(test)))
+        now = read_object(Path(test))
         for job in jobs:
             try:
                 watcher = watchers[job] = watchers.get(job) or Watcher(job)
@@ -75,7 +75,7 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
             except (OSError, ValueError):
                 continue  # the test has ended, and the session deletes the job
             text = watcher.announcement(now["nodeid"]) if now and now["nodeid"] and job not in announced else ""
-            if text and not any(_is_below(int(b.numbers["pid"]), now["of_fixtures"]) for b in watcher.boards.values()):
+            if text and not any(_is_below(b.pid, now["of_fixtures"]) for b in watcher.boards.values()):
                 announced.add(job)
                 sys.stderr.write(f"\n{text}\n")
         time.sleep(LOOK_S)

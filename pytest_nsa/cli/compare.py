@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import resources
 from pathlib import Path
 
 from pytest_nsa.report import compare as comparing
@@ -36,8 +35,7 @@ def compare(base: list[Path], new: list[Path], page: Path | None) -> int:
     tests = len({*sides[0][0], *sides[1][0]})
     print(visible(comparing.as_markdown(found, names, tests)), end="")
     if page is not None:
-        style = resources.files("pytest_nsa.report").joinpath("report.css").read_text(encoding="utf-8")
-        write_atomically(page, comparing.as_html(found, names, tests, style), follow=True)
+        write_atomically(page, comparing.as_html(found, names, tests), follow=True)
     return int(any(d.kind == "worse" for d in found))
 
 

@@ -38,6 +38,30 @@ _SOURCES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        match arguments.command:
+            case "diagnose":
+                return _diagnose(arguments)
+            case "watch":
+                return _watch(arguments)
+            case "report":
+                return report(arguments.folders, sources=arguments.sources)
+            case "compare":
+                sides = [arguments.base, *arguments.repeat_a], [arguments.new, *arguments.repeat_b]
+                return compare(*sides, arguments.html)
+            case "history":
+                return print_history(arguments.root)
+        return clean(arguments.root, arguments.keep, arguments.keep_failed, dry_run=arguments.dry_run)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a folder that cannot be read or written, or has a folder in the place of a file
+        print(visible(f"error: {error}"), file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pytest-nsa",
         description="Diagnose tests on ranks from the evidence they left.",
@@ -104,27 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"and the newest in which a test failed (default: {KEPT_FAILED})",
     )  # fmt: skip
     command.add_argument("--dry-run", action="store_true", help="print what would be deleted")
-    arguments = parser.parse_args(argv)
-    try:
-        match arguments.command:
-            case "diagnose":
-                return _diagnose(arguments)
-            case "watch":
-                return _watch(arguments)
-            case "report":
-                return report(arguments.folders, sources=arguments.sources)
-            case "compare":
-                sides = [arguments.base, *arguments.repeat_a], [arguments.new, *arguments.repeat_b]
-                return compare(*sides, arguments.html)
-            case "history":
-                return print_history(arguments.root)
-        return clean(arguments.root, arguments.keep, arguments.keep_failed, dry_run=arguments.dry_run)
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # a folder that cannot be read or written, or has a folder in the place of a file
-        print(visible(f"error: {error}"), file=sys.stderr)
-        return 2
+    return parser
 
 
 def _count(text: str) -> int:
@@ -181,7 +185,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)
         )
         print(visible(str(first / "report.html")), file=sys.stderr)
-    return 2 if not entries and not are_running else 1 if failed else 0
+    if not entries and not are_running:
+        return 2
+    return int(failed)
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -62,7 +62,7 @@ def _conclude(run: Path, sources: bool) -> None:
 
 def is_live(evidence: Evidence) -> bool:
     """Return whether a rank of the evidence still runs on this machine, by the board that it maps."""
-    folders = {rank.folder.parent.resolve(): int(rank.board.numbers["pid"]) for rank in evidence.ranks if rank.board}
+    folders = {rank.folder.parent.resolve(): rank.board.pid for rank in evidence.ranks if rank.board}
     return evidence.stop == "host_died" and any(folder_of(pid) == folder for folder, pid in folders.items())
 
 

@@ -25,18 +25,16 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announce_delay import WAITED_FOR_S, AnnounceDelay
 from pytest_nsa.monitor.announcements import announcement, stalled_for
-from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import note_process
+from pytest_nsa.monitor.host_log import note
+from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
 from pytest_nsa.monitor.stall import StallClock
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.system.procfs import text_of
-from pytest_nsa.wire.files import append_line
 
 LOOK_S = 0.25
 METRICS_S = 1.0
 MANY = 8  # ranks: more are shown by state
-GRACE_S = 1.0
 ENOUGH_S = 4.5  # to find which ranks make progress, and to look twice at those that do not
 _BOARD = re.compile(r"(/\S.*)/rank(\d+)/board\.bin$")
 
@@ -58,7 +56,7 @@ class Watcher:
     """
 
     folder: Path
-    watch: ProgressWatch = field(init=False)
+    watch: ProgressWatch = field(init=False, default_factory=ProgressWatch)
     finding: Finding | None = None
     unread: str = ""  # why the folder's evidence cannot be read
     _stall: StallClock = field(default_factory=StallClock)
@@ -69,7 +67,6 @@ class Watcher:
     _is_own: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = ProgressWatch({})
         self.watch.add_from(self.folder)
 
     @cached_property
@@ -101,11 +98,11 @@ class Watcher:
             if board.phase == "done" or rank in self._gone:
                 continue
             if self._is_alive(rank, board):
-                self._is_own.setdefault(rank, is_ours(Path(f"/proc/{int(board.numbers['pid'])}")))
+                self._is_own.setdefault(rank, is_ours(Path(f"/proc/{board.pid}")))
             elif not self._is_done(rank):
                 self._gone.add(rank)
                 with contextlib.suppress(OSError):  # a folder that can only be read
-                    append_line(self.log, {"event": "gone", "time": time.time(), "rank": rank})
+                    note(self.log, "gone", rank=rank)
                 evidence = self._load()
                 self.finding = None if evidence is None else suspect(evidence)
         waited = self.watch.longest_wait
@@ -136,11 +133,11 @@ class Watcher:
         return evidence
 
     def _alive(self) -> dict[int, int]:
-        return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
+        return {r: b.pid for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
 
     def _is_alive(self, rank: int, board: BoardSnapshot) -> bool:
         """Return whether the process that made the board lives and still maps it: its pid may be reused."""
-        mapped = folder_of(int(board.numbers["pid"]), rank)
+        mapped = folder_of(board.pid, rank)
         with contextlib.suppress(OSError):  # a file that has gone
             return mapped is not None and (mapped / f"rank{rank}").samefile(self.folder / f"rank{rank}")
         return False
@@ -152,8 +149,8 @@ class Watcher:
 
     def _note(self, waited: float) -> None:
         for rank, facts in self._stall.facts.items():
-            note_process(self.log, rank, facts)
-        append_line(self.log, {"event": "stall", "time": time.time(), **self.watch.stall_facts(waited, GRACE_S)})
+            note(self.log, "process", rank=rank, **facts)
+        note(self.log, "stall", **self.watch.stall_facts(waited))
 
     def announcement(self, test: str) -> str:
         """Return the line on a suspicion in a job of a test; '' without one, or if no rank has waited for `WAITED_FOR_S`."""
@@ -172,9 +169,7 @@ class Watcher:
         """Return one line per rank (for many ranks one per state, the rarest first), then the verdict, if any; a verdict that the
         last call returned only with ``again``.
         """
-        found = [self._line(rank, board) for rank, board in self.boards.items()]
-        if len(found) > MANY:
-            found = self._states()
+        found = self._states() if len(self.watch.boards) > MANY else self._ranks()
         key = self.finding and self.finding.key
         is_new, self._printed = key != self._printed, key
         if self.finding is not None and (again or is_new):
@@ -189,33 +184,38 @@ class Watcher:
         """Return one line per state (step, phase, location or collective): its ranks, and how long the first has not moved."""
         ranks: dict[str, list[int]] = {}
         for rank, board in self.boards.items():
-            state = self._line(rank, board).partition("  ")[2].partition("  still for")[0]
-            ranks.setdefault(re.sub(r"\s+\d+/\d+ gradients", "", state), []).append(rank)
-        lines = []
-        for state, members in sorted(ranks.items(), key=lambda entry: len(entry[1])):
-            still = max(self.watch.stalled_for(rank) for rank in members)
-            stalled = f"  still for {still:.0f} s" if still >= 2 and "done" not in state else ""
-            lines.append(f"{len(members):>5}  {number_ranks(members)}: {state}{stalled}")
-        return lines
+            ranks.setdefault(self._state(rank, board), []).append(rank)
+        rarest_first = sorted(ranks.items(), key=lambda entry: len(entry[1]))
+        return [f"{len(of):>5}  {number_ranks(of)}: {state}{self._still(of)}" for state, of in rarest_first]
 
-    def _line(self, rank: int, board: BoardSnapshot) -> str:
-        n = board.numbers
-        state = "has gone" if rank in self._gone else board.phase
-        text = f"rank {rank}  step {n['step']:.0f}  {state}"
-        if board.phase == "backward":
-            text += f"  {n['gradients']:.0f}/{n['gradients_expected']:.0f} gradients"
+    def _ranks(self) -> list[str]:
+        """Return one line per rank: its state with the gradients that have arrived, and how long it has not moved."""
+        found = []
+        for rank, board in self.boards.items():
+            n, arrived = board.numbers, ""
+            if board.phase == "backward":
+                arrived = f"  {n['gradients']:.0f}/{n['gradients_expected']:.0f} gradients"
+            found.append(f"rank {rank}  {self._state(rank, board, arrived)}{self._still([rank])}")
+        return found
+
+    def _state(self, rank: int, board: BoardSnapshot, arrived: str = "") -> str:
+        phase = "has gone" if rank in self._gone else board.phase
+        text = f"step {board.numbers['step']:.0f}  {phase}{arrived}"
         if board.inside:
-            text += f"  in {board.inside[-1].describe()}"
-        elif board.line:
-            text += f"  at {board.line}"
-        still = self.watch.stalled_for(rank)
-        return text + (f"  still for {still:.0f} s" if still >= 2 and board.phase != "done" else "")
+            return f"{text}  in {board.inside[-1].describe()}"
+        return f"{text}  at {board.line}" if board.line else text
+
+    def _still(self, ranks: list[int]) -> str:
+        """Return how long the first of the ranks has not moved; '' if that is no time, or if they are done."""
+        waiting = [rank for rank in ranks if self.watch.boards[rank].phase != "done"]
+        seconds = max(map(self.watch.stalled_for, waiting), default=0.0)
+        return f"  still for {seconds:.0f} s" if seconds >= 2 else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the state of the ranks, and the verdict, for programs."""
         ranks = [
             {
-                "rank": rank, "pid": int(b.numbers["pid"]), "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
+                "rank": rank, "pid": b.pid, "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
                 "module": b.module, "gradients": int(b.numbers["gradients"]), "gone": rank in self._gone,
                 "inside": b.inside[-1].describe() if b.inside else "", "still_s": round(self.watch.stalled_for(rank), 2),
             }
@@ -250,10 +250,10 @@ def watch(
                 written = time.monotonic()
                 write_metrics(metrics, [w.to_json() for w in watchers])
             is_over = all(w.is_over for w in watchers)
-            due = time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
+            due = any(changed) or is_over or time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
             has_seen = any(w.boards for w in watchers)
             settled = time.monotonic() - began >= ENOUGH_S or any(w.finding is not None for w in watchers)
-            if has_seen and (any(changed) or is_over or due) and not (once and not (settled or is_over)):
+            if has_seen and due and (not once or settled or is_over):
                 last = time.monotonic()
                 shown = _show(watchers, as_json, shown, nccl.lines)
                 if once or is_over:

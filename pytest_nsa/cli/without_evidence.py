@@ -20,12 +20,12 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.stacks import ThreadStack, parse_dump
 from pytest_nsa.evidence.waiting import torch_wait
-from pytest_nsa.monitor.second_look import note_process
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.report.plain import visible
 from pytest_nsa.system import py_spy
 from pytest_nsa.system.procfs import ProcessState, began, children_of, difference, look_at, stat_of, text_of
 from pytest_nsa.system.tcp import socket_queues
-from pytest_nsa.wire.files import append_line, parse, write_atomically
+from pytest_nsa.wire.files import parse, write_atomically
 from pytest_nsa.wire.messages import Job
 
 BETWEEN_LOOKS_S = 2.0  # between two looks at a rank: a rank at the same location that did not compute is stalled
@@ -53,13 +53,13 @@ def ranks_of(pid: int) -> dict[int, int]:
     """
     mine = environment_of(pid)
     if not mine.get("RANK", "").isdecimal():
-        return _spawned(pid) or _spawned(_parent(Path(f"/proc/{pid}")))
+        return _spawned(pid) or _spawned(_parent(pid))
     ranks: dict[int, dict[int, int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        variables = environment_of(int(path.name))
+    for other in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
+        variables = environment_of(other)
         rank = variables.get("RANK", "")
         if rank.isdecimal() and all(variables.get(name) == mine.get(name) for name in _SAME_JOB):
-            ranks.setdefault(int(rank), {})[int(path.name)] = _parent(path)
+            ranks.setdefault(int(rank), {})[other] = _parent(other)
     return {
         rank: next((p for p, parent in sorted(found.items()) if parent not in found), min(found))
         for rank, found in sorted(ranks.items())
@@ -77,8 +77,8 @@ def _arguments_of(pid: int) -> list[str]:
     return text_of(Path(f"/proc/{pid}/cmdline")).split("\0")
 
 
-def _parent(path: Path) -> int:
-    fields = stat_of(path)
+def _parent(pid: int) -> int:
+    fields = stat_of(pid)
     return int(fields[1]) if fields else 0
 
 
@@ -180,13 +180,13 @@ class Unaided:
             for rank, state in facts.items():
                 (folder / f"rank{rank}").mkdir()
                 write_atomically(folder / f"rank{rank}" / "stacks.txt", self._stacks.get(rank, ""))
-                note_process(folder / "host.jsonl", rank, state)
+                note(folder / "host.jsonl", "process", rank=rank, **state)
             waited = time.monotonic() - min(self._still_since[rank] for rank in still)
             moved = [rank for rank in facts if rank not in still]
-            append_line(folder / "host.jsonl", {
-                "event": "stall", "time": time.time(), "stalled_s": 0.0 if moved else waited, "waits_s": waited,
-                "moved": bool(moved), "moved_ranks": moved,
-            })  # fmt: skip
+            note(
+                folder / "host.jsonl", "stall", stalled_s=0.0 if moved else waited, waits_s=waited, moved=bool(moved),
+                moved_ranks=moved,
+            )  # fmt: skip
             is_own_job = all(is_ours(Path(f"/proc/{pid}")) for pid in self.pids.values())
             found = suspect(with_allowed_sources(load(folder), requested=False, is_own_job=is_own_job))
         found = found or self._in_different_calls()

@@ -79,7 +79,7 @@ def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
         (sum(v.outcome == "SKIP" for v in verdicts.values()), "skipped"),
     ]
     counted = ", ".join(f"{number} {word}" for number, word in counts if number)
-    text = f"Nothing is wrong: of {count(len(verdicts), _noun(verdicts))}, {counted}."
+    text = f"Nothing is wrong: of {_counted(verdicts)}, {counted}."
     return Decision(sentence=text, action="nothing to do", path=("nothing failed",))
 
 
@@ -90,11 +90,11 @@ def without_ranks(verdicts: Mapping[str, Verdict]) -> Decision | None:
     failed = [v for v in verdicts.values() if v.failed]
     if not failed or any(v.rule != REFUSED for v in failed):
         return None
-    reason, noun = failed[0].reason, _noun(verdicts)
+    reason = failed[0].reason
     return Decision(
-        sentence=f"{reason[:1].upper()}{reason[1:]}. {len(failed)} of {count(len(verdicts), noun)} did not run.",
+        sentence=f"{reason[:1].upper()}{reason[1:]}. {len(failed)} of {_counted(verdicts)} did not run.",
         action="fix what kept the ranks from starting, and run again: nothing is known about the tests",
-        path=(f"could the ranks be started? no, of {len(failed)} of {count(len(verdicts), noun)}",),
+        path=(f"could the ranks be started? no, of {len(failed)} of {_counted(verdicts)}",),
     )
 
 
@@ -104,17 +104,16 @@ def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: M
     """
     if not others:
         return decision
-    name, reason = next(iter(others.items()))
-    first = f"{name}: {reason}"
-    named = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:MOST_NAMED])
+    named = [f"{name}: {reason}" for name, reason in others.items()]
+    shown = "; ".join(named[:MOST_NAMED])
     more = f", and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
-    path = (*decision.path, f"did tests fail that have no failing verdict? yes, {len(others)}: {named}{more}")
-    no_verdict = f"{'has no verdict' if len(others) == 1 else 'have no verdict, the first'}: {first}"
+    path = (*decision.path, f"did tests fail that have no failing verdict? yes, {len(others)}: {shown}{more}")
+    no_verdict = f"{'has no verdict' if len(others) == 1 else 'have no verdict, the first'}: {named[0]}"
     if any(v.failed for v in verdicts.values()):
         return replace(
             decision, sentence=f"{decision.sentence} {count(len(others), 'more failure')} {no_verdict}", path=path
         )
-    rest = f" Of {count(len(verdicts), _noun(verdicts))} on ranks, none failed." if verdicts else ""
+    rest = f" Of {_counted(verdicts)} on ranks, none failed." if verdicts else ""
     # Whether what was tested is ready cannot be decided by the verdicts alone.
     return replace(
         decision,
@@ -140,7 +139,7 @@ def surest(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
 def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], name: str, first: Verdict) -> str:
     """State what is wrong: the number of failures by cause, and the scenario, rank, line, cause and first reason of ``first``."""
     where = f" at {first.where}" if first.where else ""
-    share = f"{len(failed)} of {count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
+    share = f"{len(failed)} of {_counted(verdicts)} fail{'s' if len(failed) == 1 else ''}"
     cause = f" ({first.cause})" if first.cause else ""
     culprits = first.culprits() if first.ranks else ""
     counts = Counter(v.cause or "no cause" for v in failed.values()).most_common()
@@ -174,5 +173,6 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def _noun(verdicts: Mapping[str, Verdict]) -> str:
-    return "scenario" if all(v.scenario for v in verdicts.values()) else "test"
+def _counted(verdicts: Mapping[str, Verdict]) -> str:
+    """'1 test', '2 scenarios'."""
+    return count(len(verdicts), "scenario" if all(v.scenario for v in verdicts.values()) else "test")

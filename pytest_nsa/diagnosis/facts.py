@@ -263,6 +263,11 @@ def awaited(rank: RankEvidence) -> Collective | None:
     return rank.board.waits_in if rank.board is not None else None
 
 
+def awaited_by(ranks: Iterable[RankEvidence]) -> dict[int, Collective]:
+    """Return, by rank, the call that each of some ranks waits in; without those that are in none."""
+    return {rank.rank: call for rank in ranks if (call := awaited(rank)) is not None}
+
+
 def doing(rank: RankEvidence) -> str:
     """Return the rank's call or location in words."""
     call = awaited(rank)

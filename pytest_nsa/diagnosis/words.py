@@ -114,9 +114,8 @@ def exhausted_loaders(evidence: Evidence, culprits: tuple[int, ...], cause: str)
     others = [rank for rank in numbers if rank not in culprits]
     if cause != "skipped_collective" or not others or not numbers.keys() >= set(culprits):
         return ""
-    if not all(
-        ended[r] > max(ended[o] for o in others) and batches[r] < max(batches[o] for o in others) for r in culprits
-    ):
+    most_ended, most_batches = (max(of[o] for o in others) for of in (ended, batches))
+    if not all(ended[r] > most_ended and batches[r] < most_batches for r in culprits):
         return ""
     return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"
 

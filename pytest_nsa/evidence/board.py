@@ -163,6 +163,11 @@ class BoardSnapshot:
             return ()
 
     @property
+    def pid(self) -> int:
+        """The process that has made the board."""
+        return int(self.numbers["pid"])
+
+    @property
     def signature(self) -> tuple[float, ...]:
         """The numbers that change when the rank makes progress."""
         n = self.numbers

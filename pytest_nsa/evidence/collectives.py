@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_nsa.evidence.board import Collective, world_of
 
@@ -36,11 +36,15 @@ def first_departure(rings: Rings) -> dict[int, Collective] | None:
     Compared are operation and, for operations that demand it, dtype and element count. Point-to-point calls pair by tag
     and are excluded; so are calls that only one rank's ring still holds.
     """
-    found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in rings.items()})
+    differing = (calls for calls in in_sequence(rings) if len({c.shape for c in calls.values()}) > 1)
+    return next(differing, None)
+
+
+def in_sequence(rings: Rings) -> Iterator[dict[int, Collective]]:
+    """Yield each rank's call at each place, by sequence number; without sends and receives."""
+    found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in sorted(rings.items())})
     for place in sorted(found, key=lambda place: (place[1], place[0])):
-        if len({c.shape for c in found[place].values()}) > 1:
-            return dict(sorted(found[place].items()))
-    return None
+        yield found[place]
 
 
 def by_place(rings: Mapping[int, Iterable[Collective]]) -> dict[tuple[str, int], dict[int, Collective]]:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from pytest_nsa.evidence.waiting import latest_sample
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
+AT_THE_END = ("warning", "left_running", "left_thread", "left_handler", "quit_debugger")  # events of how a rank ended
 LATEST = 16  # calls of a rank for which the sources of the callers are kept
 JOB, DUMP = 4 << 20, 8 << 20  # bytes that are read of job.json, and of a dump of stacks
 
@@ -60,12 +62,12 @@ def load(folder: Path, *others: Path) -> Evidence:
     of_rank: dict[int, list[dict[str, Any]]] = {}
     for event in host:  # once, and not once a rank
         (of_rank.setdefault(event["rank"], []) if "rank" in event else of_all).append(event)
-    stall: dict[str, Any] = next((e for e in reversed(of_all) if e["event"] == "stall"), {})
-    stop = next((e for e in of_all if e["event"] == "stop"), stall)
-    ended = next((e for e in host if e["event"] == "ended"), {})
-    began = next((e["time"] for e in host if e["event"] == "started"), 0.0)
+    seen = _by_kind(of_all)
+    stall, ended = _last(seen["stall"]), _first(seen["ended"])
+    stop = _first(seen["stop"]) or stall
+    began = _first(seen["started"]).get("time", 0.0)
     started = began or job.created
-    refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
+    refused = _first(seen["refused"]).get("reason", "")
     with _collector_paused():
         ranks = tuple(
             _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
@@ -89,11 +91,27 @@ def load(folder: Path, *others: Path) -> Evidence:
         folder=folder,
         sources=sources,
         unread=tuple(unread),
-        external=tuple(
-            Fact(rank=e["of"], kind=e["kind"], file=e["file"], text=e["says"]) for e in of_all if e["event"] == "told"
-        ),
-        xids=tuple((e["gpu"], e["xid"]) for e in of_all if e["event"] == "xid"),
+        external=tuple(Fact(rank=e["of"], kind=e["kind"], file=e["file"], text=e["says"]) for e in seen["told"]),
+        xids=tuple((e["gpu"], e["xid"]) for e in seen["xid"]),
     )
+
+
+def _by_kind(events: Iterable[dict[str, Any]]) -> Mapping[str, list[dict[str, Any]]]:
+    """Return events by their kind, in their order; [] for a kind without any."""
+    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        found[event["event"]].append(event)
+    return found
+
+
+def _first(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first of some events; {} without any."""
+    return events[0] if events else {}
+
+
+def _last(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last of some events; {} without any."""
+    return events[-1] if events else {}
 
 
 @contextlib.contextmanager
@@ -136,20 +154,17 @@ def _read_rank(
     odd: list[str] = []
     events = list(read_events(folder / "events.jsonl", job.world_size, odd))
     unread += [f"{folder.name}/{what}" for what in odd]
-    exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
-    sampled = next((e for e in host if e["event"] == "sampled"), {})
+    seen = _by_kind(host)
+    exit_event, sampled, stall = _first(seen["exit"]), _first(seen["sampled"]), _last(seen["stall"])
+    stop = _first(seen["stop"]) or stall
     # The signal that requests a stack may wake the very call that hung: what the rank did after it is no evidence.
     woken = sampled.get("time", float("inf"))
-    events = [
-        e
-        for e in events
-        if e["time"] <= woken
-        or e["event"] in ("warning", "left_running", "left_thread", "left_handler", "quit_debugger")
-    ]
-    done = next((e for e in events if e["event"] == "done"), None)
-    stall: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "stall"), {})
-    stop = next((e for e in host if e["event"] == "stop"), stall)
-    raised = _exceptions(events, job.body)
+    events = [e for e in events if e["time"] <= woken or e["event"] in AT_THE_END]
+    of = _by_kind(events)
+    start, done, parameters = _first(of["start"]), _first(of["done"]), _last(of["parameters"])
+    raised = tuple(_exception(e, job.body) for e in of["exception"])
+    # A future's exception that its caller has raised too.
+    retrieved = {e["future"] for e in of["future_asked"] if e["future"]}
     # What the rank wrote of itself while it was stalled, unless it has moved since.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stalled_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
@@ -157,7 +172,6 @@ def _read_rank(
         board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
     counters, dump = parse(_text(folder / "counters.json")), _text(folder / "stacks.txt")
     frames = _reported(counters, "frames", is_counted)
-    start: Mapping[str, Any] = next((e for e in events if e["event"] == "start"), {})
     machine = str(start.get("machine", ""))
     return RankEvidence(
         rank=rank,
@@ -165,41 +179,41 @@ def _read_rank(
         signal=exit_event.get("signal", 0),
         exit_time=exit_event.get("time", 0.0),
         by_us=exit_event.get("by_us", False),
-        finished=done is not None,
-        passed=bool(done and done["passed"]),
-        peaks={name: done[name] for name in ("peak_mib", "added_mib", "peak_gpu_mib") if name in done} if done else {},
-        skipped=next((e["reason"] for e in events if e["event"] == "skipped"), None),
+        finished=bool(done),
+        passed=done.get("passed", False),
+        peaks={name: done[name] for name in ("peak_mib", "added_mib", "peak_gpu_mib") if name in done},
+        skipped=_first(of["skipped"]).get("reason"),
         left=next((e for e in events if e["event"] in ("skipped", "xfailed")), {}),
-        xfailed=next((e["reason"] for e in events if e["event"] == "xfailed"), None),
+        xfailed=_first(of["xfailed"]).get("reason"),
         exceptions=raised,
-        parameter_names=next((tuple(e["names"]) for e in reversed(events) if e["event"] == "parameters"), ()),
+        parameter_names=tuple(parameters.get("names", ())),
         board=board,
         beat_age_s=(sampled or stall).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
-        process=latest_sample([e for e in host if e["event"] == "process"]),
+        process=latest_sample(seen["process"]),
         threads=_threads(dump, own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
-        native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
+        native_absent=_first(seen["native"]).get("absent", ""),
         abort_message=abort_message(_text(folder / "output.log")) if exit_event.get("signal") == signal.SIGABRT else "",
         children_threads=parse_children(dump),
         fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
         reports=tuple(read_reports(folder / "reports.jsonl")),
         heartbeats=tuple(read_beats(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=tuple(start.get("notes", ())),
-        warnings=tuple(e for e in events if e["event"] == "warning"),
-        left_threads=tuple((e["name"], e["where"]) for e in events if e["event"] == "left_thread"),
-        left_handlers=tuple((e["what"], e["where"], e["call"]) for e in events if e["event"] == "left_handler"),
-        left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
-        pytest_exit=next((e for e in events if e["event"] == "pytest_exit"), {}),
-        quit_debugger=any(e["event"] == "quit_debugger" for e in events),
-        gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0),
-        anomalies=tuple(e for e in events if e["event"] == "anomaly"),
-        modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
+        warnings=tuple(of["warning"]),
+        left_threads=tuple((e["name"], e["where"]) for e in of["left_thread"]),
+        left_handlers=tuple((e["what"], e["where"], e["call"]) for e in of["left_handler"]),
+        left_running=tuple(e["command"] for e in of["left_running"]),
+        pytest_exit=_first(of["pytest_exit"]),
+        quit_debugger=bool(of["quit_debugger"]),
+        gone=_first(seen["gone"]).get("time", 0.0),
+        anomalies=tuple(of["anomaly"]),
+        modules=_path(board, parameters.get("modules", ())),
         checksums=folder / "checksums.jsonl",
-        parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
-        ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
-        groups={e["name"]: members_of(e["ranks"], job.world_size) for e in events if e["event"] == "group"},
-        numbers={world_of(e["name"]): e["number"] for e in events if e["event"] == "group" and "number" in e},
+        parallel=_last(of["parallel"]).get("kind"),
+        ddp=_last(of["ddp"]),
+        groups={e["name"]: members_of(e["ranks"], job.world_size) for e in of["group"]},
+        numbers={world_of(e["name"]): e["number"] for e in of["group"] if "number" in e},
         folder=folder,
         sources=sources,
         backend=job.backend,
@@ -209,27 +223,29 @@ def _read_rank(
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
         looked_for=tuple(_reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
-        keys_set=_key_uses(events, "key_set", own.get("keys", ())),
-        keys_awaited=_key_uses(events, "key_awaited", own.get("keys_awaited", ())),
+        keys_set=_key_uses(of["key_set"], own.get("keys", ())),
+        keys_awaited=_key_uses(of["key_awaited"], own.get("keys_awaited", ())),
         handles=Handled(held["says"], held["at"], held["in"]) if (held := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
-        thread_errors=_thread_errors(events),
+        thread_errors=tuple(
+            ThreadError(e["time"], e["whose"], e["type"], e["message"], e["where"], e["raised_in"])
+            for e in of["thread_exception"]
+            if e["future"] not in retrieved
+        ),
         snapshots=tuple(read_snapshots(folder / FILE)),
         gradients_missing=tuple(
-            MissingGradients(e["step"], tuple(e["names"]), e["where"])
-            for e in events
-            if e["event"] == "gradients_missing" and e["names"]
+            MissingGradients(e["step"], tuple(e["names"]), e["where"]) for e in of["gradients_missing"] if e["names"]
         ),
-        ready_orders={e["step"]: e["order"] for e in events if e["event"] == "gradients_ready"},
-        needs_every_gradient=any(e.get("needs_every_gradient", False) for e in events if e["event"] == "parallel"),
-        gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
+        ready_orders={e["step"]: e["order"] for e in of["gradients_ready"]},
+        needs_every_gradient=any(e.get("needs_every_gradient", False) for e in of["parallel"]),
+        gpu=_gpu_of(machine, _first(seen["gpus"]).get("gpus", [])),
     )
 
 
-def _key_uses(events: Sequence[Mapping[str, Any]], event: str, latest: Sequence[Sequence[Any]]) -> tuple[KeyUse, ...]:
+def _key_uses(events: Sequence[Mapping[str, Any]], latest: Sequence[Sequence[Any]]) -> tuple[KeyUse, ...]:
     """Return the keys of a store that each line of a rank set, or waited for, with the largest number of each."""
     found: dict[tuple[str, str], int] = {}
-    recorded = [(e["key"], e["where"], e.get("number", 0)) for e in events if e["event"] == event]
+    recorded = [(e["key"], e["where"], e.get("number", 0)) for e in events]
     for key, where, number in [*recorded, *((*row, 0)[:3] for row in latest)]:
         found[key, where] = max(found.get((key, where), 0), number)
     return tuple(
@@ -246,33 +262,17 @@ def _loop(loop: Mapping[str, Any] | None) -> EventLoop | None:
     return EventLoop(tuple(loop["tasks"]), loop["timers"], loop["files"], failed)
 
 
-def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedException, ...]:
-    """Return the exceptions that a rank raised; ``body`` is the test's file."""
-    return tuple(
-        RaisedException(
-            **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
-            module=e.get("module", ""),
-            raised_in=e.get("raised_in", ""),
-            chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
-            in_loader=e.get("in_loader", False),
-            network=e.get("network", ""),
-            frames=tuple(
-                Frame(file, line, name, is_own=file == body) for file, line, name in reversed(e.get("stack", ()))
-            ),
-            counters=_counted(e.get("counters", ())),
-        )
-        for e in events
-        if e["event"] == "exception"
-    )
-
-
-def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ...]:
-    """Return the exceptions of threads, without those that were retrieved from their future."""
-    retrieved = {e["future"] for e in events if e["event"] == "future_asked" and e["future"]}
-    return tuple(
-        ThreadError(e["time"], e["whose"], e["type"], e["message"], e["where"], e["raised_in"])
-        for e in events
-        if e["event"] == "thread_exception" and e["future"] not in retrieved
+def _exception(e: Mapping[str, Any], body: str) -> RaisedException:
+    """Return an exception that a rank raised; ``body`` is the test's file."""
+    return RaisedException(
+        **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
+        module=e.get("module", ""),
+        raised_in=e.get("raised_in", ""),
+        chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
+        in_loader=e.get("in_loader", False),
+        network=e.get("network", ""),
+        frames=tuple(Frame(file, line, name, is_own=file == body) for file, line, name in reversed(e.get("stack", ()))),
+        counters=_counted(e.get("counters", ())),
     )
 
 

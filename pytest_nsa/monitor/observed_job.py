@@ -7,12 +7,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import request_counters, sample_processes
-from pytest_nsa.monitor.supervise import GRACE_S
-from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.locks import file_locks
-from pytest_nsa.wire.files import append_line
 
 
 class ObservedJob:
@@ -21,7 +19,7 @@ class ObservedJob:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "host.jsonl"
-        self.watch = ProgressWatch({})
+        self.watch = ProgressWatch()
 
     def look(self) -> None:
         """Read all boards, also those that are new since the last look."""
@@ -31,9 +29,8 @@ class ObservedJob:
     @property
     def pids(self) -> dict[int, int]:
         """The pids on this machine, by rank, of ranks that live and are not done."""
-        boards = {rank: board for rank, board in self.watch.boards.items() if board.phase != "done"}
-        pids = {rank: int(board.numbers["pid"]) for rank, board in boards.items()}
-        return {rank: pid for rank, pid in pids.items() if Path(f"/proc/{pid}").exists()}
+        boards = self.watch.boards.items()
+        return {rank: b.pid for rank, b in boards if b.phase != "done" and Path(f"/proc/{b.pid}").exists()}
 
     def record_stop(self, reason: str, began: float, statuses: Mapping[int, int] | None = None) -> None:
         """Record why and when the job is looked at for the last time, and what its processes do, as if its ranks were ended now.
@@ -43,37 +40,30 @@ class ObservedJob:
         """
         watch = self.watch
         self.log.unlink(missing_ok=True)  # written at an earlier look, after which the job continued
-        self._note("started", time=began, pids=[])
-        self._note(
-            "stop", reason=reason, by="", stalled_s=watch.stalled_s, moved=watch.stalled_s < GRACE_S,
-            moved_ranks=watch.moved_within(GRACE_S),
-        )  # fmt: skip
+        note(self.log, "started", time=began, pids=[])
+        note(self.log, "stop", reason=reason, by="", **watch.stop_facts())
         alive = self.pids
         request_counters(self.folder / f"rank{rank}" for rank in alive)
         sample_processes(alive, self.log, file_locks(alive))
         watch.look(worked=True)
-        self._note("sampled", beat_age_s=watch.beat_ages)
+        note(self.log, "sampled", beat_age_s=watch.beat_ages)
         self._ended(alive, statuses or {})
-        self._note("ended", duration_s=time.time() - began)
+        note(self.log, "ended", duration_s=time.time() - began)
 
     def record_end(self, began: float) -> None:
         """Record the job's state after its test has failed by itself."""
         self.log.unlink(missing_ok=True)
-        self._note("started", time=began, pids=[])
+        note(self.log, "started", time=began, pids=[])
         self._ended({}, {})
-        self._note("ended", duration_s=time.time() - began)
+        note(self.log, "ended", duration_s=time.time() - began)
 
     def _ended(self, alive: Mapping[int, int], statuses: Mapping[int, int]) -> None:
         for rank, board in self.watch.boards.items():
-            status = statuses.get(int(board.numbers["pid"]))
+            status = statuses.get(board.pid)
             if status is not None and board.phase != "done":
                 code = os.waitstatus_to_exitcode(status)
-                self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=False)
+                note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=False)
             elif rank in alive:
-                self._note("exit", rank=rank, code=0, signal=9, by_us=True)
+                note(self.log, "exit", rank=rank, code=0, signal=9, by_us=True)
             elif board.phase != "done":
-                self._note("gone", rank=rank)
-
-    def _note(self, event: str, **facts: object) -> None:
-        with ignore_full_disk():
-            append_line(self.log, {"event": event, "time": time.time(), **facts})
+                note(self.log, "gone", rank=rank)

@@ -14,6 +14,7 @@ from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_depar
 from pytest_nsa.monitor.announce_delay import Past
 
 QUIET_S = 0.2
+GRACE_S = 1.0  # of a stall, before it counts as one
 HELD_UP_S = 0.6  # between two looks, one every 0.05 s
 BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
@@ -34,8 +35,7 @@ def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
 class ProgressWatch:
     """Reads the ranks' boards, and records since when nothing has moved."""
 
-    folders: dict[int, Path]
-    readers: dict[int, BoardReader] = field(init=False)
+    readers: dict[int, BoardReader] = field(default_factory=dict)
     boards: dict[int, BoardSnapshot] = field(init=False, default_factory=dict)
     past: Past = field(init=False, default_factory=Past)
     running_since: float = 0.0
@@ -47,15 +47,13 @@ class ProgressWatch:
     _held_up: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=100))
 
     def __post_init__(self) -> None:
-        self.readers = {rank: BoardReader(folder / "board.bin") for rank, folder in self.folders.items()}
         self.last_move = self._last_look = time.monotonic()
 
     def add_from(self, folder: Path) -> None:
         """Watch also the ranks that have a board in ``folder`` (``rankR/board.bin``)."""
         for path in folder.glob("rank*/board.bin"):
             number = path.parent.name.removeprefix("rank")
-            if number.isdecimal() and int(number) not in self.folders:
-                self.folders[int(number)] = path.parent
+            if number.isdecimal() and int(number) not in self.readers:
                 self.readers[int(number)] = BoardReader(path)
 
     def stalled_for(self, rank: int) -> float:
@@ -81,7 +79,8 @@ class ProgressWatch:
                     self.past.moved(rank, before, board, now - self._moves.get(rank, now))
                 self._moves[rank] = now - (_stalled_at_first_sight(board, now) if before is None else 0.0)
                 self.last_move = max(self._moves.values())
-        if not self.running_since and len(self.boards) == len(self.folders) and self.all_past("start"):
+        are_running = all(board.phase != "start" for board in self.boards.values())
+        if not self.running_since and are_running and len(self.boards) == len(self.readers):
             self.running_since = now
 
     def pause(self, seconds: float) -> None:
@@ -92,10 +91,6 @@ class ProgressWatch:
             self.running_since += seconds if self.running_since else 0.0
             self._departed_since = 0.0
             self._moves = {rank: at + seconds for rank, at in self._moves.items()}
-
-    def all_past(self, phase: str) -> bool:
-        """Return whether every rank has a board and none is in ``phase``."""
-        return all(board.phase != phase for board in self.boards.values())
 
     @property
     def stalled_s(self) -> float:
@@ -120,12 +115,15 @@ class ProgressWatch:
         shared = {r: sum(max(0.0, end - max(start, beat)) for start, end in self._held_up) for r, beat in beats.items()}
         return {str(rank): now - beat - shared[rank] for rank, beat in beats.items()}
 
-    def stall_facts(self, waited: float, grace: float) -> dict[str, Any]:
-        """Return a stall as evidence: for how long, and which ranks have moved within ``grace`` seconds."""
-        return {
-            "stalled_s": self.stalled_s, "waits_s": waited, "moved": self.stalled_s < grace,
-            "moved_ranks": self.moved_within(grace), "beat_age_s": self.beat_ages,
-        }  # fmt: skip
+    def stop_facts(self) -> dict[str, Any]:
+        """Return for how long no rank has moved, and which ranks have moved within `GRACE_S`, as evidence."""
+        now = time.monotonic()
+        moved = [rank for rank, at in self._moves.items() if now - at < GRACE_S]
+        return {"stalled_s": self.stalled_s, "moved": self.stalled_s < GRACE_S, "moved_ranks": moved}
+
+    def stall_facts(self, waited: float) -> dict[str, Any]:
+        """Return a stall in which ranks have ``waited`` for so many seconds, as evidence."""
+        return {**self.stop_facts(), "waits_s": waited, "beat_age_s": self.beat_ages}
 
     @property
     def rings(self) -> Rings:
@@ -157,11 +155,6 @@ class ProgressWatch:
         return all(n["collectives_entered"] == n["collectives_left"] for n in numbers) and not first_departure(
             self.rings
         )
-
-    def moved_within(self, seconds: float) -> list[int]:
-        """Return the ranks that moved in the last ``seconds``."""
-        now = time.monotonic()
-        return [rank for rank, at in self._moves.items() if now - at < seconds]
 
     @property
     def blocked(self) -> list[int]:

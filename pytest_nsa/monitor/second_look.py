@@ -9,15 +9,15 @@ from pathlib import Path
 
 # Bound at import: a test may replace the functions of time.
 from time import CLOCK_MONOTONIC, clock_gettime, sleep
-from time import time as wall_clock
 from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
 from pytest_nsa.system.tcp import socket_queues
-from pytest_nsa.wire.files import append, append_line, read_text, touch
+from pytest_nsa.wire.files import append, read_text, touch
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
@@ -40,7 +40,7 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
         before, after = first[rank], look_at(pid)
         if before is not None and after is not None:
             facts = {**difference(before, after, elapsed), **more.get(rank, {}), **socket_queues(pid)}
-            note_process(evidence, rank, {**facts, "reads_from_parent": reads_from_parent(pid)})
+            note(evidence, "process", rank=rank, **facts, reads_from_parent=reads_from_parent(pid))
 
 
 def request_counters(folders: Iterable[Path]) -> None:
@@ -58,12 +58,6 @@ def _leave_files(folders: Iterable[Path], name: str) -> None:
     for folder in folders:
         with ignore_full_disk(), contextlib.suppress(FileNotFoundError):  # a rank that never began
             touch(folder / name)
-
-
-def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
-    """Append a line on a rank's process to ``evidence``."""
-    with ignore_full_disk():
-        append_line(evidence, {"event": "process", "time": wall_clock(), "rank": rank, **facts})
 
 
 def dump_stacks(

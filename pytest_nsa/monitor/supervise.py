@@ -11,29 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Finding
+from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.monitor.announcements import may_act_in
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.native import dump_where_useful
-from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
 from pytest_nsa.monitor.second_look import (
     dump_children,
     dump_stacks,
-    note_process,
     pause_heartbeats,
     request_counters,
     sample_processes,
     wants_to_dump,
 )
 from pytest_nsa.monitor.stall import StallClock
-from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.procfs import has_more_threads
-from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS, Job
 from pytest_nsa.wire.protocols import Limits, Monitor, Starter
 
 POLL_S = 0.05
-GRACE_S = 1.0  # of a stall, before it counts as one
 LOOK_AGAIN_S = 1.0  # between two looks at the ranks' threads
 FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
@@ -63,7 +61,7 @@ class RanksRun:
         self.stall = StallClock()
         self.suspicion: Finding | None = None
         self._beats: dict[int, tuple[float, float]] = {}
-        self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
+        self.watch = ProgressWatch({r: BoardReader(self.job.rank_folder(r) / "board.bin") for r in self.ranks})
 
     def run(self) -> None:
         """Start, watch and end the ranks. Raises LaunchError; a KeyboardInterrupt is raised again once no rank is left."""
@@ -71,7 +69,7 @@ class RanksRun:
         xids = XidWatch() if self.job.device == "cuda" else None
         try:
             self.pids = self.launcher.start(self.job)
-            self._note("started", pids=self.pids)
+            note(self.log, "started", pids=self.pids)
             reason = self._watch(time.monotonic())
             if reason:
                 self._stop(reason)
@@ -84,9 +82,9 @@ class RanksRun:
                 monitor.finish()
             if xids is not None:
                 for error in xids.read():
-                    self._note("xid", **error)
+                    note(self.log, "xid", **error)
                 xids.close()
-            self._note("ended", duration_s=time.monotonic() - started)
+            note(self.log, "ended", duration_s=time.monotonic() - started)
             with contextlib.suppress(OSError):
                 (self.folder / "store").unlink()
 
@@ -166,8 +164,8 @@ class RanksRun:
             return True
         locks = file_locks(self._alive())
         for rank, facts in self.stall.facts.items():
-            note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})})
-        self._note("stall", **self.watch.stall_facts(waited, GRACE_S))
+            note(self.log, "process", rank=rank, **facts, gil_wait_ms=self._gil_wait(rank), **locks.get(rank, {}))
+        note(self.log, "stall", **self.watch.stall_facts(waited))
         self.suspicion = self.suspect(self.watch)
         return True
 
@@ -202,26 +200,19 @@ class RanksRun:
             self.statuses[rank] = status
             code = os.waitstatus_to_exitcode(status)
             by_us = bool(self._ended_by) and rank not in self.launcher.lost
-            self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
+            note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
 
     def _stop(self, reason: str, by: str = "") -> None:
         """Record what the ranks do, then dump their stacks: the dump's signal may wake the very call that hung."""
-        self._note(
-            "stop",
-            reason=reason,
-            by=by,
-            stalled_s=self.watch.stalled_s,
-            moved=self.watch.stalled_s < GRACE_S,
-            moved_ranks=self.watch.moved_within(GRACE_S),
-        )
+        note(self.log, "stop", reason=reason, by=by, **self.watch.stop_facts())
         alive = self._alive()
         locks = file_locks(alive)
         beats = {rank: {"gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})} for rank in alive}
         request_counters(self.job.rank_folder(rank) for rank in alive)  # answered while the processes are looked at
         sample_processes(alive, self.log, beats)
-        self._note("gpus", gpus=look_at_gpus())
+        note(self.log, "gpus", gpus=look_at_gpus())
         self.watch.look(worked=True)
-        self._note("sampled", beat_age_s=self.watch.beat_ages)
+        note(self.log, "sampled", beat_age_s=self.watch.beat_ages)
         self._ended_by = reason
         pause_heartbeats(self.job.rank_folder(rank) for rank in alive)
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
@@ -233,10 +224,10 @@ class RanksRun:
             )  # fmt: skip
         native = {rank: self.job.rank_folder(rank) / "native.txt" for rank in alive}
         for rank, absent in dump_where_useful(native, alive, self.watch.blocked):
-            self._note("native", rank=rank, absent=absent)
+            note(self.log, "native", rank=rank, absent=absent)
         dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
         for fact in self.more(self.folder, alive) if self.more is not None else ():
-            self._note("told", of=fact["rank"], kind=fact["kind"], file=fact["file"], says=fact["text"])
+            note(self.log, "told", of=fact["rank"], kind=fact["kind"], file=fact["file"], says=fact["text"])
 
     def _kill(self) -> None:
         self._ended_by = self._ended_by or "cleanup"
@@ -250,7 +241,3 @@ class RanksRun:
         """Return whether the ranks are fit for another test: all passed, and left every collective that any of them entered."""
         self.watch.look()
         return not any(self.statuses.values()) and self.watch.is_even()
-
-    def _note(self, event: str, **facts: object) -> None:
-        with ignore_full_disk():
-            append_line(self.log, {"event": event, "time": time.time(), **facts})

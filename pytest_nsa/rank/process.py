@@ -120,11 +120,10 @@ class RankProcess:
             stays = job.stay and (job.fresh_group or self._has_kept_its_group())
             late = [m for m in LATE if m in sys.modules and m not in self._had]
             self._send(op="finished", code=code, stays=stays, late=late)
-            if stays:
-                job = self._next_job()
-                continue
-            wait_for_others(_folders_of_others(job, self.number), PHASES.index("done"), job.timeout)
-            job = None
+            if not stays:
+                wait_for_others(_folders_of_others(job, self.number), PHASES.index("done"), job.timeout)
+                break
+            job = self._next_job()
         return code
 
     def _send(self, **message: object) -> None:
@@ -312,9 +311,9 @@ class RankProcess:
         return not self.spec.backend or dist.group.WORLD is self._group
 
     def _store(self) -> dist.Store:
-        if self.spec.rendezvous:
-            import torch.distributed as dist
+        import torch.distributed as dist
 
+        if self.spec.rendezvous:
             place, _, prefix = self.spec.rendezvous.partition("/")
             host, _, port = place.rpartition(":")
             return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT))
@@ -323,8 +322,6 @@ class RankProcess:
 
             self._channel_store = ChannelStore(self.control)  # C++ calls back into it for as long as the process lives
             return self._channel_store
-        import torch.distributed as dist
-
         self.store.parent.mkdir(parents=True, exist_ok=True)
         return dist.FileStore(str(self.store), self.spec.world_size)
 

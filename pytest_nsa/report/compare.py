@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
-from pytest_nsa.report.markup import Markup, document, tag
+from pytest_nsa.report.markup import document, row, table, tag
 from pytest_nsa.report.plain import cell, code, inline, markdown
 
 Kind = Literal["worse", "better", "changed"]
@@ -105,17 +105,20 @@ def _time_difference(
     if not a or not b:
         return None
     x, y = (statistics.median(f["step_ms"] for f in side) for side in (a, b))
-    y_here = y / drift
-    noise = max(SLOWER, *(_spread([f["step_ms"] for f in side]) / m for side, m in ((a, x), (b, y)) if m))
-    slow, fast = (y_here, x) if y_here > x else (x, y_here)
-    if fast <= 0 or slow / fast - 1 <= noise:
+    (fast, faster, drift_of_faster), (slow, slower, drift_of_slower) = sorted(
+        [(x, a, 1.0), (y / drift, b, drift)], key=lambda side: side[0]
+    )
+    if fast <= 0:
+        return None
+    noise = max(SLOWER, *(_spread([f["step_ms"] for f in side]) / m for side, m in ((a, x), (b, y))))
+    if slow / fast - 1 <= noise:
         return None
     # Quartiles that overlap are one distribution, as far as these steps show.
-    low = min(f["step_ms_low"] for f in (b if y_here > x else a)) / (drift if y_here > x else 1)
-    high = max(f["step_ms_high"] for f in (a if y_here > x else b)) / (1 if y_here > x else drift)
+    low = min(f["step_ms_low"] for f in slower) / drift_of_slower
+    high = max(f["step_ms_high"] for f in faster) / drift_of_faster
     if low <= high:
         return None
-    kind: Kind = "worse" if y_here > x else "better"
+    kind: Kind = "worse" if slower is b else "better"
     factor = f", where others took {drift:.2f} times" if abs(drift - 1) > 0.02 else ""
     return Difference(
         test=test, what="step", base=f"{x:.1f} ms", new=f"{y:.1f} ms ({y / x - 1:+.0%}{factor})", kind=kind
@@ -187,17 +190,12 @@ def sentence(found: list[Difference], names: tuple[str, str], tests: int) -> str
     return f"Of {tests} tests {len(worse)} {verb} worse in {names[1]} than in {names[0]}: {shown}."
 
 
-def as_html(found: list[Difference], names: tuple[str, str], tests: int, style: str) -> str:
+def as_html(found: list[Difference], names: tuple[str, str], tests: int) -> str:
     """Return the differences as an HTML page."""
     colour = {"worse": "FAIL", "better": "PASS", "changed": "SLOW"}
-    rows = [
-        tag(
-            "tr", tag("td", d.test), tag("td", d.what), tag("td", tag("code", d.base)), tag("td", tag("code", d.new)),
-            tag("td", tag("span", d.kind, class_="tag", style=f"color:var(--{colour[d.kind]})")),
-        )
-        for d in found
-    ]  # fmt: skip
-    head = tag("tr", *(tag("th", t, scope="col") for t in ("test", "what", "before", "now", "")))
-    table = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll") if rows else None
-    body = tag("body", tag("h1", sentence(found, names, tests)), table)
-    return document(f"{names[0]} and {names[1]}", Markup(style), body)
+    rows = []
+    for d in found:
+        kind = tag("span", d.kind, class_="tag", style=f"color:var(--{colour[d.kind]})")
+        rows.append(row(d.test, d.what, tag("code", d.base), tag("code", d.new), kind))
+    shown = table(("test", "what", "before", "now", ""), rows) if rows else None
+    return document(f"{names[0]} and {names[1]}", tag("body", tag("h1", sentence(found, names, tests)), shown))

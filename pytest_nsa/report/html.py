@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,7 +17,7 @@ from pytest_nsa.report.decision_tree import way
 from pytest_nsa.report.failure import anchor, failure, outcome_tag
 from pytest_nsa.report.lanes import PHASES, lanes
 from pytest_nsa.report.last_green import Green
-from pytest_nsa.report.markup import Markup, document, tag
+from pytest_nsa.report.markup import Markup, document, file, row, table, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import write_trace
 from pytest_nsa.report.runs import ANNOUNCEMENTS
@@ -27,8 +26,8 @@ from pytest_nsa.report.terminal import short_place
 from pytest_nsa.wire.files import read_lines
 
 SHOWN = 40  # announcements
+COLUMNS = ("test", "result", "cause", "rank", "where", "time")  # of the table of all tests
 DETAILED = 20  # failures with all details; further ones are in the table and in their folders
-_FILES = resources.files("pytest_nsa.report")
 
 
 def render(
@@ -38,7 +37,7 @@ def render(
     under ``run``, and writes a trace into each.
     """
     failed = [e for e in entries if e.verdict.failed]
-    script = Markup(_FILES.joinpath("report.js").read_text(encoding="utf-8"))
+    script = file("report.js")
     evidence = {e.folder: found for e in entries if e.folder and (found := _read(run, e)) is not None}
     body = tag(
         "body",
@@ -69,8 +68,7 @@ def render(
         ),
         tag("script", script),
     )
-    style = Markup(_FILES.joinpath("report.css").read_text(encoding="utf-8"))
-    return document(run.name, style, body, script)
+    return document(run.name, body, script)
 
 
 def _read(run: Path, entry: Entry) -> Evidence | None:
@@ -97,24 +95,14 @@ def _table(failed: list[Entry]) -> Markup | None:
     """Return a row per failure; a click on its name opens it."""
     if not failed:
         return None
-    head = tag("tr", *(tag("th", t, scope="col") for t in ("test", "rank", "cause", "where", "seconds")))
     rows = []
     for number, entry in enumerate(failed):
         v = entry.verdict
         name = tag("a", entry.name, href=f"#{anchor(entry)}") if number < DETAILED and entry.folder else entry.name
-        rows.append(
-            tag(
-                "tr",
-                tag("td", outcome_tag(v), " ", name),
-                tag("td", v.culprits() if v.ranks else ""),
-                tag("td", v.cause),
-                tag("td", tag("code", short_place(v.where))),
-                tag("td", f"{v.duration_s:.1f}"),
-            )
-        )
-    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="list")
+        who, where = v.culprits() if v.ranks else "", tag("code", short_place(v.where))
+        rows.append(row([outcome_tag(v), " ", name], who, v.cause, where, f"{v.duration_s:.1f}"))
     keys = tag("p", "j and k: the next failure, and the one before", class_="quiet keys") if len(failed) > 1 else None
-    return tag("div", tag("div", table, class_="scroll"), keys)
+    return tag("div", table(("test", "rank", "cause", "where", "seconds"), rows, "list"), keys)
 
 
 def _counts(entries: list[Entry]) -> Iterator[Markup]:
@@ -160,12 +148,11 @@ def _failures(
 
 def _decision(decision: Decision) -> Markup | None:
     drawn = way(decision)
-    head = tag("tr", *(tag("th", t, scope="col") for t in ("hypothesis", "state", "rests on")))
-    rows = [tag("tr", *(tag("td", cell) for cell in row)) for row in decision.hypotheses]
-    table = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll") if rows else None
-    if drawn is None and table is None:
+    rows = [row(*cells) for cells in decision.hypotheses]
+    if drawn is None and not rows:
         return None
-    return tag("section", tag("h2", "How it was decided"), drawn, tag("h3", "Hypotheses") if rows else None, table)
+    listed = [tag("h3", "Hypotheses"), table(("hypothesis", "state", "rests on"), rows)] if rows else None
+    return tag("section", tag("h2", "How it was decided"), drawn, listed)
 
 
 def _announcements(run: Path) -> Markup | None:
@@ -189,12 +176,10 @@ def _all(run: Path, entries: list[Entry], evidence: dict[str, Evidence]) -> Mark
         tag("label", "only ", tag("select", tag("option", "all", value=""), *(tag("option", o) for o in outcomes), id="only")),
         class_="tools",
     )  # fmt: skip
-    names = ("test", "result", "cause", "rank", "where", "time")
-    head = tag("tr", *(tag("th", tag("button", n, type="button", class_="sort"), scope="col") for n in names))
-    table = tag(
-        "table", tag("thead", head), tag("tbody", *(_row(run, e, evidence.get(e.folder)) for e in ordered)), id="tests"
-    )
-    return tag("section", tag("h2", "All tests"), tools, table, id="all")
+    head = tag("tr", *(tag("th", tag("button", n, type="button", class_="sort"), scope="col") for n in COLUMNS))
+    rows = (_row(run, e, evidence.get(e.folder)) for e in ordered)
+    listed = tag("table", tag("thead", head), tag("tbody", *rows), id="tests")
+    return tag("section", tag("h2", "All tests"), tools, listed, id="all")
 
 
 def _row(run: Path, entry: Entry, evidence: Evidence | None) -> Markup:
@@ -216,6 +201,7 @@ def _row(run: Path, entry: Entry, evidence: Evidence | None) -> Markup:
         (tag("code", short_place(v.where)) if v.where else tag("span"), v.where),
         (tag("span", f"{v.duration_s:.1f} s"), f"{v.duration_s:09.2f}"),
     )
-    titles = ("test", "result", "cause", "rank", "where", "time")
-    row = [tag("td", shown, data_label=title, data_sort=key) for (shown, key), title in zip(cells, titles, strict=True)]
-    return tag("tr", *row, data_outcome=v.outcome)
+    shown = (
+        tag("td", text, data_label=title, data_sort=key) for (text, key), title in zip(cells, COLUMNS, strict=True)
+    )
+    return tag("tr", *shown, data_outcome=v.outcome)

@@ -9,10 +9,10 @@ from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.shapes import is_number
-from pytest_nsa.report.markup import Markup, tag
+from pytest_nsa.report.markup import Markup, table, tag
 from pytest_nsa.report.runs import runs_in
 from pytest_nsa.report.summary import read_entries
-from pytest_nsa.wire.files import parse, read_text
+from pytest_nsa.wire.files import read_object
 
 MOST = 30  # runs that are looked through, the newest first
 _FIGURES = {
@@ -56,9 +56,8 @@ def last_greens(run: Path, names: Collection[str]) -> dict[str, Green]:
 
 def compared(green: Green, now: Verdict) -> Markup:
     """Return a table: how the test ended then and now, its figures, and what differs in versions and variables."""
-    head = tag("tr", *(tag("th", text, scope="col") for text in ("", green.run, "this run")))
-    rows = [tag("tr", tag("th", what, scope="row"), tag("td", a), tag("td", b)) for what, a, b in _rows(green, now)]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll")
+    rows = (tag("tr", tag("th", what, scope="row"), tag("td", a), tag("td", b)) for what, a, b in _rows(green, now))
+    return table(("", green.run, "this run"), rows)
 
 
 def _rows(green: Green, now: Verdict) -> Iterator[tuple[str, str, str]]:
@@ -85,8 +84,6 @@ def _number(value: object) -> str:
 
 def _environment(run: Path) -> dict[str, Any]:
     """Return the content of a run's env.json, with its variables at the top level."""
-    env = parse(read_text(run / "env.json"))
-    if not isinstance(env, dict):
-        return {}
+    env = read_object(run / "env.json")
     variables = env.pop("variables", {})
     return {**env, **(variables if isinstance(variables, dict) else {})}

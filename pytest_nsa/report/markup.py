@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable
+from importlib import resources
 
 from pytest_nsa.report.plain import escape
 
@@ -45,11 +46,27 @@ def tag(element: str, /, *children: Child, **attributes: str | float | bool | No
     return Markup(opened if element in _VOID else f"{opened}{markup(children)}</{element}>")
 
 
+def row(*cells: Child) -> Markup:
+    """Return a row of a table."""
+    return tag("tr", *(tag("td", cell) for cell in cells))
+
+
+def table(names: Iterable[Child], rows: Iterable[Markup], class_: str | None = None) -> Markup:
+    """Return a table with ``names`` above its columns. It scrolls where it is wider than the page."""
+    head = tag("tr", *(tag("th", name, scope="col") for name in names))
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_=class_), class_="scroll")
+
+
 def _text(value: str | float) -> str:
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def document(title: str, style: Markup, body: Markup, script: Markup | None = None) -> str:
+def file(name: str) -> Markup:
+    """Return the text of a file of this package, for a page."""
+    return Markup(resources.files("pytest_nsa.report").joinpath(name).read_text(encoding="utf-8"))
+
+
+def document(title: str, body: Markup, script: Markup | None = None) -> str:
     """Return a page that makes no requests: its policy allows ``script`` and no other, even if a run's data contains one."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     if script is not None:
@@ -60,6 +77,6 @@ def document(title: str, style: Markup, body: Markup, script: Markup | None = No
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
-        tag("style", style),
+        tag("style", file("report.css")),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"

@@ -18,7 +18,7 @@ from pytest_nsa.report import summary
 from pytest_nsa.report.traces import missing_in
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
-from pytest_nsa.wire.files import append, parse, read_bytes, read_text, write_atomically, write_json
+from pytest_nsa.wire.files import append, read_bytes, read_object, read_text, write_atomically, write_json
 from pytest_nsa.wire.messages import SCHEMA
 
 DECISION = "decision.json"
@@ -87,13 +87,12 @@ def write_reports(
     write_json(run / DECISION, decision.to_json(), indent=1)
     write_environment(run, gpus)
     _write_lists(run, entries)
-    env = parse(read_text(run / "env.json"))
     greens = last_greens(run, {entry.name for entry in entries if entry.verdict.failed})
     render = functools.partial(
         summary.render,
         entries,
         decision,
-        env if isinstance(env, dict) else {},
+        read_object(run / "env.json"),
         interrupted=interrupted,
         not_run=summary.not_run(run, entries),
         greens={name: green.describe() for name, green in greens.items()},

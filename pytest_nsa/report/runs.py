@@ -18,7 +18,7 @@ from pytest_nsa.evidence.shapes import Check, has, is_count, is_flag, is_map, is
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.system.disk_space import owner_in
 from pytest_nsa.system.folder_removal import has_mounts, remove_tree
-from pytest_nsa.wire.files import parse, read_lines, read_text, write_json
+from pytest_nsa.wire.files import read_lines, read_object, write_json
 from pytest_nsa.wire.messages import SCHEMA
 
 FINISHED = "run.json"
@@ -92,15 +92,15 @@ def runs_in(root: Path, unread: list[str] | None = None) -> list[Run]:
 def _read(path: Path) -> Run | None:
     """Return a run; None if a folder is no run. Raises ValueError that describes what is wrong in its files."""
     status = path.lstat()
-    env = parse(read_text(path / "env.json"))
-    if not isinstance(env, dict) or "schema" not in env:
+    env = read_object(path / "env.json")
+    if "schema" not in env:
         return None
     if not has(env, _ENV):
         raise ValueError("its env.json is not as this version writes it")
     if not os.path.lexists(path / FINISHED):
         return Run(path, status.st_mtime, finished=False, failed=0, owner=status.st_uid)
-    end = parse(read_text(path / FINISHED))
-    if not isinstance(end, dict) or not has(end, _END) or not 0 <= end["time"] <= time.time() + DAY_S:
+    end = read_object(path / FINISHED)
+    if not has(end, _END) or not 0 <= end["time"] <= time.time() + DAY_S:
         raise ValueError(f"its {FINISHED} is not as this version writes it")
     return Run(path, end["time"], finished=True, failed=end["failed"], owner=status.st_uid)
 

@@ -16,7 +16,7 @@ from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.report.decision_tree import mermaid
 from pytest_nsa.report.plain import cell, code, inline, markdown
 from pytest_nsa.report.terminal import short_place
-from pytest_nsa.wire.files import parse, read_lines, read_text
+from pytest_nsa.wire.files import read_lines, read_object
 
 VERDICTS = "verdicts.jsonl"
 SCENARIOS = "scenarios.json"  # the table of the repository's plan, where it has one
@@ -73,9 +73,8 @@ def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
 
 def not_run(run: Path, entries: list[Entry]) -> list[str]:
     """Return the scenarios of the plan's table that have no verdict in this run."""
-    table = parse(read_text(run / SCENARIOS))
     ran = {entry.name for entry in entries}
-    return [name for name in table if name not in ran] if isinstance(table, dict) else []
+    return [name for name in read_object(run / SCENARIOS) if name not in ran]
 
 
 def render(

@@ -114,30 +114,32 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
 
     Equal texts have the same error at the same lines; arguments may differ, as they may contain the rank.
     """
-    from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
-
-    grouped: dict[str, list[int]] = {}
-    shown: dict[str, str] = {}
+    grouped: dict[str, tuple[list[int], str]] = {}
     is_all_that_is_known = verdict.rule == "exits.only_victims"
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
-        if rank.exceptions and all(map(is_victim, rank.exceptions)) and not is_all_that_is_known:
-            text = _waited(rank.exceptions[0])
-            shown[text] = text
-            grouped.setdefault(text, []).append(rank.rank)
-            continue
-        for entry in rank.reports:
-            if entry["report"].get("outcome") == "failed":
-                subtest = _subtest(entry["report"])
-                key = f"{subtest}\n{_error_lines(entry['text'])}"
-                shown.setdefault(key, f"{subtest}\n{entry['text']}".lstrip("\n"))
-                grouped.setdefault(key, []).append(rank.rank)
-        if not rank.reports and rank.exceptions:
-            error = rank.exceptions[0]
-            text = _traceback(error, rank.sources)
-            shown[text] = text
-            grouped.setdefault(text, []).append(rank.rank)
-    for key, ranks in grouped.items():
-        yield ranks, shown[key]
+        for key, text in _failures_of(rank, in_full=is_all_that_is_known):
+            grouped.setdefault(key, ([], text))[0].append(rank.rank)
+    yield from grouped.values()
+
+
+def _failures_of(rank: RankEvidence, *, in_full: bool) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a rank's failures, each after the part of it that equal ones have in common.
+
+    ``in_full``: also those that are a consequence of another rank's failure.
+    """
+    from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
+
+    if not in_full and rank.exceptions and all(map(is_victim, rank.exceptions)):
+        text = _waited(rank.exceptions[0])
+        yield text, text
+        return
+    for entry in rank.reports:
+        if entry["report"].get("outcome") == "failed":
+            subtest = _subtest(entry["report"])
+            yield f"{subtest}\n{_error_lines(entry['text'])}", f"{subtest}\n{entry['text']}".lstrip("\n")
+    if not rank.reports and rank.exceptions:
+        text = _traceback(rank.exceptions[0], rank.sources)
+        yield text, text
 
 
 def _subtest(report: Mapping[str, Any]) -> str:
@@ -241,18 +243,22 @@ def excerpt(path: Path) -> str:
         return ""
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return ""
+    size = status.st_size
     with path.open("rb") as file:
-        data, size = file.read(READ_BYTES), status.st_size
-        cut = size > 2 * READ_BYTES
-        file.seek(size - READ_BYTES if cut else len(data))
-        rest = file.read(READ_BYTES)
-    head, tail = (data, rest) if cut else (data + rest, b"")
-    lines = [line[:MAX_LINE] for line in head.decode(errors="replace").splitlines()]
-    last = [line[:MAX_LINE] for line in tail.decode(errors="replace").splitlines()[1:]]
-    if not cut:
-        lines, last = lines[:MAX_HEAD_LINES], lines[MAX_HEAD_LINES:]
-    if not cut and len(last) <= MAX_OUTPUT_LINES:
-        return "\n".join(lines + last)
-    omitted = f"{len(last) - MAX_OUTPUT_LINES} lines" if not cut else f"most of {size >> 10} KiB"
+        if size > 2 * READ_BYTES:
+            lines = _lines_in(file.read(READ_BYTES))
+            file.seek(size - READ_BYTES)
+            rest = _lines_in(file.read(READ_BYTES))[1:]  # the first has lost its beginning
+            omitted = f"most of {size >> 10} KiB"
+        else:
+            lines = _lines_in(file.read(2 * READ_BYTES))
+            rest = lines[MAX_HEAD_LINES:]
+            omitted = f"{len(rest) - MAX_OUTPUT_LINES} lines"
+            if len(rest) <= MAX_OUTPUT_LINES:
+                return "\n".join(lines)
     middle = f"... {omitted} omitted, in {short_path(path)}"
-    return "\n".join([*lines[:MAX_HEAD_LINES], middle, *last[-MAX_OUTPUT_LINES:]])
+    return "\n".join([*lines[:MAX_HEAD_LINES], middle, *rest[-MAX_OUTPUT_LINES:]])
+
+
+def _lines_in(data: bytes) -> list[str]:
+    return [line[:MAX_LINE] for line in data.decode(errors="replace").splitlines()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_nsa.rank import coverage
-from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, interpreter
-from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
+from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, start_pytest
+from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.disk_space import reserve
 from pytest_nsa.system.prctl import die_with, fork
@@ -109,19 +107,9 @@ def _clean_zygote(
 ) -> ZygoteLauncher:
     reserve(log, LOG, keep_size=True)  # a zygote that cannot write its log would die
     ours, theirs = socket.socketpair()
-    parent = os.getpid()
-
-    def in_child() -> None:
-        os.setpgid(0, 0)
-        die_with(parent)
-
-    passed = {ZYGOTE_FD: theirs, **({LISTENER_FD: listener} if listener is not None else {})}
-    with open(open_to_append(log), "ab") as output:
-        process = subprocess.Popen(
-            [*interpreter(), "-m", "pytest", *arguments], cwd=config.invocation_params.dir, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=output, pass_fds=[s.fileno() for s in passed.values()], preexec_fn=in_child,
-            env=child_environment(**{name: str(s.fileno()) for name, s in passed.items()}, **coverage.for_child()),
-        )  # fmt: skip
+    passed = {ZYGOTE_FD: theirs.fileno(), **({LISTENER_FD: listener.fileno()} if listener is not None else {})}
+    variables = {name: str(fd) for name, fd in passed.items()}
+    process = start_pytest(arguments, config.invocation_params.dir, log, variables, [*passed.values()])
     theirs.close()
     return ZygoteLauncher(Channel(ours), process.pid, log, process)
 

@@ -67,9 +67,8 @@ class Extensions:
         name = marked.value(item, "scenario")
         if not self.scenarios or not isinstance(name, str) or name in self.scenarios:
             return ()
-        path, line = marks.place_of(item)
         known = ", ".join(sorted(self.scenarios))
-        return (f"{path}:{line}: {item.name}: scenario({name!r}): the plan's table has {known}",)
+        return (f"{marks.named(item)}: scenario({name!r}): the plan's table has {known}",)
 
     def write_scenarios(self, run: Path) -> None:
         """Write the table into the run's folder, where the reports read it."""

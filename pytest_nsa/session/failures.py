@@ -14,7 +14,7 @@ from pytest_nsa.report.summary import read_entries
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.wire import masking
-from pytest_nsa.wire.files import parse, read_text
+from pytest_nsa.wire.files import read_object
 from pytest_nsa.wire.messages import plain_nodeid
 
 LONGEST = 200
@@ -62,8 +62,7 @@ class Failures:
 
     def _lost(self, folder: Path) -> str:
         """Return the id of the failed test that a folder belongs to; '' for the folder of another test."""
-        job = parse(read_text(folder / "job.json"))
-        written = str(job.get("nodeid")) if isinstance(job, dict) else ""
+        written = str(read_object(folder / "job.json").get("nodeid", ""))
         for nodeid in self._found:
             # Ids that are equal after masking have a number.
             if written == nodeid or re.fullmatch(re.escape(masking.text(nodeid)) + r"(-\d+)?", written):

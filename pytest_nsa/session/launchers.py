@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -128,13 +128,25 @@ class ZygoteLauncher:
         return f"; the end of its output ({self.log}):\n" + "\n".join(lines[-15:]) if lines else ""
 
 
-def _hash_seed(job: Job, rank: int) -> dict[str, str]:
-    return {"PYTHONHASHSEED": str(job.hash_seeds[rank])} if job.hash_seeds else {}
+def start_pytest(
+    arguments: Sequence[str], cwd: Path, log: Path, variables: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a child pytest that leads a process group and dies with this process. Its output is appended to ``log``.
 
+    Its interpreter has this one's options (-O, -X dev, -W), and its environment ``variables`` too.
+    """
+    command = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    parent = os.getpid()
 
-def interpreter() -> list[str]:
-    """Return the command of an interpreter with this one's options: -O, -X dev, -W."""
-    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    def in_child() -> None:
+        os.setpgid(0, 0)
+        die_with(parent)
+
+    with open(open_to_append(log), "ab") as output:
+        return subprocess.Popen(
+            [*command, "-m", "pytest", *arguments], cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            pass_fds=pass_fds, preexec_fn=in_child, env=child_environment(**variables, **coverage.for_child()),
+        )  # fmt: skip
 
 
 class ColdLauncher:
@@ -160,23 +172,14 @@ class ColdLauncher:
         self._ranks, self._reported = {}, set()
         self._release_ports()
         self._held = hold_ports()
-        parent = os.getpid()
-
-        def in_child() -> None:
-            os.setpgid(0, 0)
-            die_with(parent)
-
         for rank in job.group_spec.local_ranks:
             folder = job.rank_folder(rank)
             folder.mkdir(exist_ok=True)
             spec = folder / "cold.json"
             write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "ports": numbers_of(self._held)}))
-            with open(open_to_append(folder / "output.log"), "ab") as log:
-                self._ranks[rank] = subprocess.Popen(
-                    [*interpreter(), "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log, preexec_fn=in_child,
-                    env=child_environment(**{COLD_JOB: str(spec)}, **_hash_seed(job, rank), **coverage.for_child()),
-                )  # fmt: skip
+            seed = {"PYTHONHASHSEED": str(job.hash_seeds[rank])} if job.hash_seeds else {}
+            variables = {COLD_JOB: str(spec), **seed}
+            self._ranks[rank] = start_pytest(self.arguments, self.cwd, folder / "output.log", variables)
         return [process.pid for process in self._ranks.values()]
 
     def exits(self, timeout: float) -> dict[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announcements import Suspicions
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.output import LiveOutput, OutputLimit
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
@@ -34,7 +34,7 @@ from pytest_nsa.session.run_launcher import RunLauncher
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire import masking
-from pytest_nsa.wire.files import append_line, read_lines, write_json
+from pytest_nsa.wire.files import read_lines, write_json
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
 from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
@@ -211,13 +211,12 @@ class RankRunner:
             self._run_ranks(job, launcher, limits)
         except LaunchError as error:
             self.close()  # the next test gets a new one
-            append_line(folder / "host.jsonl", {"event": "refused", "time": time.time(), "reason": str(error)})
+            note(folder / "host.jsonl", "refused", reason=str(error))
             if self.attachment is not None:
                 self.attachment.refuse(str(error))
         except KeyboardInterrupt:
             if not any(read_lines(folder / "host.jsonl")):  # no rank had been started
-                stop = {"event": "stop", "time": time.time(), "reason": "interrupted", "moved": True}
-                append_line(folder / "host.jsonl", stop)
+                note(folder / "host.jsonl", "stop", reason="interrupted", moved=True)
             if not is_tried:
                 self.recorder.add(folder, self._conclude(folder, keep=True)[0])
             raise

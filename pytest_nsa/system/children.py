@@ -44,7 +44,7 @@ def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
         time.sleep(0.01)  # the kernel ends them with the zygote; this process may learn of the zygote's end first
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = stat_of(path)
+            fields = stat_of(path.name)
             group, began = int(fields[2]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
             is_ours = group in leaders and not _is_alive(group) and began >= since
             if is_ours and path.stat().st_uid == os.getuid():
@@ -52,7 +52,7 @@ def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    return stat_of(Path(f"/proc/{pid}"))[:1] not in ([], ["Z"], ["X"])
+    return stat_of(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def end_leftovers() -> list[str]:
@@ -93,7 +93,7 @@ def _expected() -> set[int]:
 
 def _describe(pid: int) -> tuple[str, str]:
     """Return the state letter and the command line of a child."""
-    fields = stat_of(Path(f"/proc/{pid}"))
+    fields = stat_of(pid)
     return (fields[0], command_line(pid) or "?") if fields else ("Z", "")
 
 

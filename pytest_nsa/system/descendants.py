@@ -81,17 +81,17 @@ def ticks_since_boot() -> int:
 def _processes() -> dict[int, Process]:
     found = {}
     for name in listdir("/proc"):
-        if name.isdecimal() and (process := _read(Path("/proc", name))) is not None:
+        if name.isdecimal() and (process := _read(int(name))) is not None:
             found[process.pid] = process
     return found
 
 
-def _read(path: Path) -> Process | None:
-    fields = stat_of(path)
+def _read(pid: int) -> Process | None:
+    fields = stat_of(pid)
     if len(fields) <= _BEGAN:
         return None
     cpu = int(fields[_USER]) + int(fields[_SYSTEM])
-    return Process(int(path.name), int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, status_of(fields))
+    return Process(pid, int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, status_of(fields))
 
 
 @dataclass
@@ -195,7 +195,7 @@ def _handles(processes: Iterable[Process]) -> Iterator[list[int]]:
         for process in processes:
             with contextlib.suppress(OSError):
                 found.append(os.pidfd_open(process.pid))
-                now = _read(Path(f"/proc/{process.pid}"))
+                now = _read(process.pid)
                 if now is None or now.key != process.key or process.pid == os.getpid():
                     os.close(found.pop())
         yield found

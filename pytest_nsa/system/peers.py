@@ -25,7 +25,7 @@ def reads_from_parent(pid: int) -> bool:
     False if the kernel does not show the system call (a sandbox, another user's process).
     """
     link = _read_from(pid)
-    fields = stat_of(Path(f"/proc/{pid}"))
+    fields = stat_of(pid)
     if not link or not fields:
         return False
     kind, inode = link

@@ -43,7 +43,7 @@ class ProcessState:
 def look_at(pid: int) -> ProcessState | None:
     """Read /proc for ``pid``; None if it has ended."""
     proc = Path("/proc") / str(pid)
-    fields = stat_of(proc)
+    fields = stat_of(pid)
     if not fields:
         return None
     user, kernel = _cpu_seconds(fields)
@@ -52,7 +52,7 @@ def look_at(pid: int) -> ProcessState | None:
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
-        main_cpu_s=sum(_cpu_seconds(stat_of(proc / "task" / str(pid)))),
+        main_cpu_s=sum(_cpu_seconds(stat_of(f"{pid}/task/{pid}"))),
         kernel_s=kernel,
         below_cpu_s=_cpu_seconds_of(children),
         faults=int(fields[7]),
@@ -77,33 +77,31 @@ def _other_program(proc: Path) -> str:
 
 def io_of(proc: Path) -> dict[str, int]:
     """Return the bytes that a process has read (``rchar``) and written (``wchar``), and more; {} where that cannot be read."""
-    return {
-        name: int(number) for name, _, number in (line.partition(": ") for line in text_of(proc / "io").splitlines())
-    }
+    return {name: int(number) for name, number in _fields_of(proc / "io").items()}
 
 
 def is_runnable(pid: int) -> bool:
     """Return whether a process runs or waits for a CPU (state R)."""
-    return stat_of(Path("/proc") / str(pid))[:1] == ["R"]
+    return stat_of(pid)[:1] == ["R"]
 
 
 def began(pid: int) -> int:
     """Return when a process began, in clock ticks since boot; 0 if it has ended. With it, a reused pid can be detected."""
-    fields = stat_of(Path("/proc") / str(pid))
+    fields = stat_of(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 
 
 def has_more_threads(pid: int, count: int) -> bool:
     """Return whether a process has more than ``count`` threads; False where the kernel does not show it."""
-    fields = stat_of(Path("/proc") / str(pid))
+    fields = stat_of(pid)
     return len(fields) > 17 and int(fields[17]) > count
 
 
-def stat_of(folder: Path) -> list[str]:
-    """Return the fields of ``stat`` in a process's or thread's folder of /proc, from the state on, which follows the command's
+def stat_of(process: int | str) -> list[str]:
+    """Return the fields of ``stat`` of a process, or of a thread ('PID/task/TID'), from the state on, which follows the command's
     name; [] if it has ended.
     """
-    return text_of(folder / "stat").rpartition(")")[2].split()
+    return text_of(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
 
 
 def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
@@ -114,7 +112,7 @@ def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
 
 def _cpu_seconds_of(pids: list[int], levels: int = LEVELS) -> float:
     """Return the CPU seconds of processes and their descendants."""
-    found = sum(sum(_cpu_seconds(stat_of(Path("/proc") / str(pid)))) for pid in pids)
+    found = sum(sum(_cpu_seconds(stat_of(pid))) for pid in pids)
     return found + sum(_cpu_seconds_of(children_of(pid), levels - 1) for pid in pids) if levels > 1 else found
 
 
@@ -139,7 +137,7 @@ def open_files(pid: int) -> list[str]:
 
 def _end_of(pid: int) -> str:
     """Return how a process ended that its parent has not waited for; '' if it runs."""
-    fields = stat_of(Path(f"/proc/{pid}"))
+    fields = stat_of(pid)
     return how_it_ended(status_of(fields)) if fields[:1] == ["Z"] else ""
 
 
@@ -161,9 +159,8 @@ def _child(command: str, parents: str) -> str:
 
 def catches(pid: int, number: int) -> bool:
     """Return whether a process has its own handler for a signal; False where the kernel does not show it."""
-    status = dict(line.partition(":")[::2] for line in text_of(Path(f"/proc/{pid}/status")).splitlines())
-    caught = status.get("SigCgt", "").strip()
-    return bool(caught) and bool(int(caught, 16) >> (number - 1) & 1)
+    caught = _fields_of(Path(f"/proc/{pid}/status")).get("SigCgt", "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dict[str, Any]:
@@ -203,12 +200,18 @@ def _thread_activity() -> dict[int, tuple[str, ...]]:
     for task in Path("/proc/self/task").glob("*"):
         if task.name == str(os.getpid()):
             continue
-        status = dict(line.partition(":")[::2] for line in text_of(task / "status").splitlines())
+        status = _fields_of(task / "status")
         switches = (status.get("voluntary_ctxt_switches"), status.get("nonvoluntary_ctxt_switches"))
-        state = status.get("State", "?").strip()[:1]
+        state = status.get("State", "?")[:1]
         resting = state in "SI" and None not in switches
         found[int(task.name)] = (state, *map(str, switches)) if resting else (str(time.monotonic()),)
     return found
+
+
+def _fields_of(path: Path) -> dict[str, str]:
+    """Return the fields of a file with lines 'NAME: VALUE'; {} if it cannot be read."""
+    pairs = (line.partition(":") for line in text_of(path).splitlines())
+    return {name: value.strip() for name, _, value in pairs}
 
 
 def text_of(path: Path) -> str:

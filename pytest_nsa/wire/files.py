@@ -162,6 +162,12 @@ def parse(text: str | bytes) -> Any:
         return None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} where it cannot be read, or holds something else."""
+    found = parse(read_text(path))
+    return found if isinstance(found, dict) else {}
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield what `append_line` wrote; an incomplete line (the writer was killed) is skipped, as is a file that cannot be read."""
     for line in read_text(path).splitlines():

@@ -170,6 +170,7 @@ def test_what_counts_as_worse() -> None:
         "slow": verdict("slow", figures=figures(10)),
         "noisy": verdict("noisy", figures=figures(10, spread=0.3)),
         "few": verdict("few", figures=figures(10, steps=3)),
+        "instant": verdict("instant", figures=figures(0)),
         "heavy": verdict("heavy", figures={"peak_mib": 400, "added_mib": 60}),
         "light": verdict("light", figures={"peak_mib": 400, "added_mib": 10}),
         "parent": verdict("parent", figures={"peak_mib": 318, "added_mib": 60}),
@@ -183,6 +184,7 @@ def test_what_counts_as_worse() -> None:
         "slow": verdict("slow", figures=figures(13)),
         "noisy": verdict("noisy", figures=figures(13, spread=0.3)),
         "few": verdict("few", figures=figures(20, steps=3)),
+        "instant": verdict("instant", figures=figures(0)),
         "heavy": verdict("heavy", figures={"peak_mib": 400, "added_mib": 110}),
         "light": verdict("light", figures={"peak_mib": 400, "added_mib": 20}),
         "parent": verdict("parent", figures={"peak_mib": 379, "added_mib": 61}),  # a fork of a larger process

@@ -114,7 +114,7 @@ def test_a_process_that_reads_from_its_parent_is_known(what: str, body: str) -> 
         )  # fmt: skip
         assert child.stdout is not None
         child.stdout.readline()
-        while (state := stat_of(Path(f"/proc/{child.pid}"))[0]) != "S":
+        while (state := stat_of(child.pid)[0]) != "S":
             assert state in "RD"
         if what in ("a pipe", "a unix socket"):
             while not reads_from_parent(child.pid):

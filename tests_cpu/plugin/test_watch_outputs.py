@@ -22,7 +22,7 @@ from nsa.trace.board import Board
 boards = [Board(Path(sys.argv[1]) / f"rank{r}" / "board.bin", r, 12) for r in range(12)]
 for rank, board in enumerate(boards):
     board.phase("body")
-    board.text("line", "train.py:7 in load")
+    board.text("line", "train.py:7 in load_undone")
     if rank != 3:
         board.enter("barrier", "0", 1, "", 0, "train.py:9 in main", size=12)
 print("ready", flush=True)
@@ -44,12 +44,14 @@ def twelve(tmp_path: Path) -> Iterator[Path]:
     process.stdout.close()
 
 
-def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path) -> None:
+def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = Watcher(twelve)
     watcher.look()
+    monkeypatch.setattr(watcher.watch, "stalled_for", lambda rank: 2.0 + rank)
     first, second = watcher.lines()
-    assert first.startswith("    1  rank 3: step 0  body  at train.py:7 in load")
+    assert first == "    1  rank 3: step 0  body  at train.py:7 in load_undone  still for 5 s"
     assert second.startswith("   11  ranks 0-2, 4-11: step 0  body  in barrier #1 at train.py:9 in main")
+    assert second.endswith("  still for 13 s")
 
 
 def test_metrics_are_prometheus_s(twelve: Path) -> None:

@@ -155,13 +155,13 @@ class Checksums:
 
     def _changes_of(self, root: torch.nn.Module) -> dict[str, object]:
         """Return what a model's update depends on, except gradients, as far as it has changed since the last record."""
-        number, now = self._number_of(root), self._state.of(root, self._optimizer)
-        now |= {"begun": begun} if (begun := self._begun.get(root)) else {}
-        now |= {"added": added} if (added := self._added_since_wrapped(root)) else {}
-        now |= (
-            {"changes": changes} if number in self._before and (changes := changes_around(attributes_of(root))) else {}
-        )
-        return self._report.changes(number, now) | ({"before": self._before[number]} if number in self._before else {})
+        number = self._number_of(root)
+        before = self._before.get(number)
+        more = {"begun": self._begun.get(root), "added": self._added_since_wrapped(root)}
+        if before is not None:
+            more["changes"] = changes_around(attributes_of(root))
+        now = self._state.of(root, self._optimizer) | {name: value for name, value in more.items() if value}
+        return self._report.changes(number, now) | ({} if before is None else {"before": before})
 
     def _added_since_wrapped(self, root: torch.nn.Module) -> list[list[str]]:
         """Return the parameters that were added to a model after DDP wrapped it, and the lines that made them."""

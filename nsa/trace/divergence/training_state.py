@@ -90,7 +90,7 @@ class TrainingState:
         """Make an optimizer by ``make``, and record the user's line and the settings."""
         make()
         self._set_at[optimizer] = call_site(2)
-        self._settings[optimizer] = [_settings(group) for group in optimizer.param_groups]
+        self._settings[optimizer] = _settings(optimizer)
 
     def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
         """Step a scheduler by ``call``; if that changes its optimizer's learning rates, record the user's line."""
@@ -102,12 +102,12 @@ class TrainingState:
         result = call()
         if [_plain(group["lr"]) for group in optimizer.param_groups] != before:
             self._set_at[optimizer] = call_site(2)
-            self._settings[optimizer] = [_settings(group) for group in optimizer.param_groups]
+            self._settings[optimizer] = _settings(optimizer)
         return result
 
     def _settings_of(self, optimizer: Optimizer) -> list[dict[str, object]]:
         """Return the settings of an optimizer. If the program has changed them directly, find the line in its source."""
-        settings = [_settings(group) for group in optimizer.param_groups]
+        settings = _settings(optimizer)
         before = self._settings.get(optimizer, settings)
         changed = {
             name for old, new in zip(before, settings, strict=False) for name in new if old.get(name) != new[name]
@@ -206,9 +206,9 @@ def _concerns(owner: Any, parameters: set[int]) -> bool:
     return True
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, object]:
-    """Return the settings of a parameter group that are compared."""
-    return {name: _plain(group[name]) for name in _SETTINGS if name in group}
+def _settings(optimizer: Optimizer) -> list[dict[str, object]]:
+    """Return the settings of an optimizer's parameter groups that are compared."""
+    return [{name: _plain(group[name]) for name in _SETTINGS if name in group} for group in optimizer.param_groups]
 
 
 def _plain(value: Any) -> object:

@@ -44,12 +44,16 @@ def _user_line(frames: traceback.StackSummary, *, recursion: bool = False) -> tr
     return next((f for f in reversed(frames) if is_user_file(f.filename)), None)
 
 
+def _named(place: traceback.FrameSummary | None) -> str:
+    return f"{place.filename}:{place.lineno} in {place.name}" if place else ""
+
+
 def origin(error: BaseException) -> dict[str, str]:
     """Return the user's line that raised, and the message of the exception's cause or context, '' without one."""
     place = _user_line(traceback.extract_tb(error.__traceback__))
     before = error.__cause__ or error.__context__
     return {
-        "where": f"{place.filename}:{place.lineno} in {place.name}" if place else "",
+        "where": _named(place),
         "after": message_of(before) if before is not None else "",
     }
 
@@ -60,7 +64,7 @@ def record_thread_exception(folder: Path, error: BaseException, owner: str, futu
     place = _user_line(frames)
     record(
         folder, event="thread_exception", whose=owner, future=future, type=type(error).__name__, message=message_of(error),
-        where=f"{place.filename}:{place.lineno} in {place.name}" if place else "", raised_in=frames[-1].filename if frames else "",
+        where=_named(place), raised_in=frames[-1].filename if frames else "",
     )  # fmt: skip
 
 

@@ -188,9 +188,8 @@ class Heartbeat:
         """Return whether the stacks of a stall should be written now."""
         if self._stall is None:
             return False
-        now = monotonic()
-        waited = now - self._written if self._written else now - self._since
-        return waited >= (STALL_AGAIN_S if self._written else STALL_S)
+        since, limit = (self._written, STALL_AGAIN_S) if self._written else (self._since, STALL_S)
+        return monotonic() - since >= limit
 
     def _look_at_stall(self, place: Place | None) -> bool:
         """Count the looks of a stall; return whether the rank is still stalled."""

@@ -60,16 +60,20 @@ def explain(evidence: Evidence, entered: Calls) -> Explanation | None:
 
 
 def _score(candidate: Candidate) -> float:
+    return sum(_gains(candidate).values())
+
+
+def _gains(candidate: Candidate) -> dict[str, float]:
+    """Return by how much each term of a candidate raises its score."""
     column = weights().get(candidate.kind, {})
-    return sum(column.get(name, 0.0) * value for name, value in candidate.values.items())
+    return {name: column.get(name, 0.0) * value for name, value in candidate.values.items()}
 
 
 def _terms(candidate: Candidate, rival: Candidate | None) -> tuple[tuple[str, float], ...]:
     """Return the terms that support a candidate, less what they give to a rival that names the same ranks."""
-    column = weights().get(candidate.kind, {})
-    gains = {name: column.get(name, 0.0) * value for name, value in candidate.values.items()}
+    gains = _gains(candidate)
     if rival is not None and rival.ranks == candidate.ranks:
-        other = weights().get(rival.kind, {})
-        gains = {name: gain - other.get(name, 0.0) * rival.values.get(name, 0.0) for name, gain in gains.items()}
+        of_rival = _gains(rival)
+        gains = {name: gain - of_rival.get(name, 0.0) for name, gain in gains.items()}
     best = sorted(gains.items(), key=lambda pair: -pair[1])
     return tuple((name, round(gain, 2)) for name, gain in best if gain > 0)

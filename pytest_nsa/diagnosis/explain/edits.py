@@ -205,6 +205,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
         return []
     sides = len({(c.place, c.shape, c.peer) for c in entered.values()})
     found: dict[tuple[Edit, Ranks, bool], Candidate] = {}
+    contrasts = _Contrasts(evidence, entered)
 
     def add(edit: Edit, ranks: Iterable[int], owed: Owed, *, is_for_all: bool = False) -> None:
         named = tuple(sorted(ranks))
@@ -221,7 +222,6 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
         others = tuple(r for r in sorted(entered) if r not in named)
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, owed)
 
-    contrasts = _Contrasts(evidence, entered)
     lines: dict[object, list[Owed]] = {}
     for owed in pairs[:MOST_PAIRS]:
         lines.setdefault((owed.call.is_send, owed.call.site), []).append(owed)

@@ -54,10 +54,7 @@ class Keys:
 
     def __init__(self, evidence: Evidence, entered: Mapping[int, Collective]) -> None:
         self.evidence, self.entered = evidence, entered
-        # By kind: thousands of ranks have one.
-        self._places: dict[str, dict[int, dict[str, int]]] = {}
-        self._awaited: dict[str, dict[int, int]] = {}
-        self._setters: dict[str, dict[int, int]] = {}
+        self._places: dict[str, dict[int, dict[str, int]]] = {}  # by kind: thousands of ranks have one
         self.waiting = {rank: names_of(c.note) for rank, c in sorted(entered.items()) if c.op == KEY}
         self.sets: dict[str, dict[int, list[tuple[str, KeyUse]]]] = defaultdict(lambda: defaultdict(list))
         for rank in evidence.ranks:
@@ -80,28 +77,23 @@ class Keys:
         names = self.waiting[rank]
         return tuple(name for name in names if name not in self.known) or tuple(names)
 
-    def uses(self, kind: str, rank: int) -> list[tuple[str, KeyUse]]:
-        """Return the keys of a kind that a rank set, in the order in which its lines came first."""
-        return self.sets[kind].get(rank, []) if kind in self.sets else []
+    @cached_property
+    def setters(self) -> dict[str, dict[int, int]]:
+        """By kind, how many keys each rank set that set any."""
+        return {
+            kind: {rank: sum({id(use): use.number for _, use in uses}.values()) for rank, uses in by_rank.items()}
+            for kind, by_rank in self.sets.items()
+        }
 
-    def setters(self, kind: str) -> dict[int, int]:
-        """Return, per rank that set keys of a kind, how many it set."""
-        if kind not in self._setters:
-            self._setters[kind] = {
-                rank: sum({id(use): use.number for _, use in uses}.values())
-                for rank, uses in self.sets.get(kind, {}).items()
-            }
-        return self._setters[kind]
-
-    def awaited(self, kind: str) -> dict[int, int]:
-        """Return, per rank that waited for keys of a kind, for how many it waited."""
-        if kind not in self._awaited:
-            numbers = {
-                rank.rank: [u.number for u in rank.keys_awaited if any(kind_of(n) == kind for n in names_of(u.key))]
-                for rank in self.evidence.ranks
-            }
-            self._awaited[kind] = {rank: sum(of) for rank, of in numbers.items() if of}
-        return self._awaited[kind]
+    @cached_property
+    def awaited(self) -> dict[str, dict[int, int]]:
+        """By kind, for how many keys each rank waited that waited for any."""
+        found: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for rank in self.evidence.ranks:
+            for use in rank.keys_awaited:
+                for kind in set(map(kind_of, names_of(use.key))):
+                    found[kind][rank.rank] += use.number
+        return found
 
     def places(self, kind: str) -> dict[int, dict[str, int]]:
         """Return the positions in a key at which each rank that set such keys has one number, with the rank of each number.
@@ -148,7 +140,7 @@ class Keys:
 
     def latest(self, kind: str, rank: int) -> tuple[str, KeyUse] | None:
         """Return the last key of a kind that a rank set; None where it set none."""
-        return max(self.uses(kind, rank), key=lambda use: self.round_of(use[0]), default=None)
+        return max(self.sets.get(kind, {}).get(rank, ()), key=lambda use: self.round_of(use[0]), default=None)
 
 
 @dataclass(frozen=True)
@@ -178,20 +170,22 @@ class Wanted:
     @property
     def setters(self) -> dict[int, int]:
         """The ranks that set such keys, and how many."""
-        return self.keys.setters(self.kind)
+        return self.keys.setters.get(self.kind, {})
 
     def compare_round(self, rank: int) -> int:
         """Return 1 if the last such key that a rank set is of a later round than the awaited key, -1 if of an earlier round, 0 if
         of the same round or unknown.
         """
         latest = self.keys.latest(self.kind, rank)
-        mine, wanted = (self.keys.round_of(latest[0]) if latest else ()), self.keys.round_of(self.name)
-        return 0 if latest is None or len(mine) != len(wanted) else (mine > wanted) - (mine < wanted)
+        if latest is None:
+            return 0
+        mine, wanted = self.keys.round_of(latest[0]), self.keys.round_of(self.name)
+        return (mine > wanted) - (mine < wanted) if len(mine) == len(wanted) else 0
 
     @property
     def is_once_more(self) -> bool:
         """Whether the waiter awaited more such keys than each other rank that awaited any."""
-        counts = self.keys.awaited(self.kind)
+        counts = self.keys.awaited.get(self.kind, {})
         mine, others = counts.get(self.waiters[0], 0), [n for rank, n in counts.items() if rank not in self.waiters]
         return bool(others) and mine > max(others)
 

@@ -207,13 +207,11 @@ class Owed:
         """Whether the peer entered both lines of the exchange as often as the waiter did, and so exchanged with other
         ranks.
         """
-        counts = [
-            (line, len(made[self.waiter]), len(made.get(self.peer, ())))
-            for line, made in self.messages.at_line.items()
-            if self.waiter in made
-        ]
-        tried, theirs = next((mine, others) for line, mine, others in counts if line == line_of(self.call))
-        answers = sum(others for (sends, _), _, others in counts if sends != self.call.is_send)
+        at_line = self.messages.at_line
+        here = at_line[line_of(self.call)]
+        tried, theirs = len(here[self.waiter]), len(here.get(self.peer, ()))
+        opposite = [made for (sends, _), made in at_line.items() if sends != self.call.is_send and self.waiter in made]
+        answers = sum(len(made.get(self.peer, ())) for made in opposite)
         return theirs >= tried and answers >= tried
 
     @property

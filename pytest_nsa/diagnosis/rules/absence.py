@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, found_on, last_seen, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, found_on, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import origin_of
-from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
+from pytest_nsa.diagnosis.rules.exits import have_own_errors, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.messages import finding_of_messages
 from pytest_nsa.diagnosis.rules.reasons import explained
@@ -27,7 +27,7 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
             cause="assertion", ranks=tuple(left), certain=True, confidence=0.95, where=expected.left.get("where", ""),
             reason=f"expected to fail: {expected.xfailed}", facts=all_facts(evidence.ranks),
         )  # fmt: skip
-    if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
+    if not left or not others or have_own_errors(others):
         return None
     if any((r.signal and not r.by_us) or r.gone or (r.exit_code and not r.finished) for r in others):
         return None  # it may be the reason why the other rank left
@@ -75,9 +75,9 @@ def left_behind(evidence: Evidence) -> Calls | None:
         return None  # the test may be in progress: no rank waits for this one
     if evidence.stop == "host_died" and any(r.exit_code is None for r in finished):
         return None  # one of their threads may still make the call
-    if any(not is_victim(error) for r in left for error in r.exceptions):
+    if have_own_errors(left):
         return None
-    waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
+    waits = awaited_by(left)
     of_all = [c for c in waits.values() if c.peer == -1]
     lacks = lacking(of_all, [r.rank for r in finished], rings(evidence), evidence.members)
     if len(of_all) == len(waits) and not any(lacks.values()):
@@ -109,7 +109,7 @@ def skipped_in_a_request(evidence: Evidence) -> Finding | None:
     """
     alive = [r for r in evidence.ranks if not r.finished]
     idle = [r for r in alive if r.process.get("reads_from_parent") and not r.is_waiting]
-    waits = {r.rank: call for r in alive if r not in idle and (call := awaited(r)) is not None}
+    waits = awaited_by(r for r in alive if r not in idle)
     if not idle or not waits or len(idle) + len(waits) < len(alive):
         return None
     missed = next(iter(waits.values()))

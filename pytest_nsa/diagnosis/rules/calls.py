@@ -9,7 +9,7 @@ from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.locations import diverging_lines
 from pytest_nsa.diagnosis.explain.messages import END
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited_by, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
@@ -52,7 +52,7 @@ def held_in_different_calls(evidence: Evidence) -> Calls | None:
     other waits for.
     """
     alive = [r for r in evidence.ranks if not r.finished]
-    found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    found = awaited_by(alive)
     entered = rings(evidence)
     if any(not r.is_waiting for r in alive):
         waits = {r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}

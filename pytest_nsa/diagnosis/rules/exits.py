@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.facts import (
     all_facts,
+    awaited,
     exception_fact,
     exit_fact,
     found_on,
@@ -52,6 +54,11 @@ def is_victim(error: RaisedException) -> bool:
     """Return whether an exception, or one that it was raised from, is torch's report that another rank has gone."""
     texts = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
     return not _is_of_a_lost_worker(error) and any(reports_a_lost_peer(message, file) for message, file in texts)
+
+
+def have_own_errors(ranks: Iterable[RankEvidence]) -> bool:
+    """Return whether one of some ranks raised an exception that is not a victim's."""
+    return any(not is_victim(error) for rank in ranks for error in rank.exceptions)
 
 
 def _is_of_a_lost_worker(error: RaisedException) -> bool:
@@ -266,13 +273,18 @@ def rank_replaced(evidence: Evidence) -> Finding | None:
     return found_on(evidence, "rank_exited", [rank], reason, 0.9, where=where)
 
 
+def _by_time(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
+    """Return the exceptions of all ranks, the earliest first."""
+    return sorted(((r, e) for r in evidence.ranks for e in r.exceptions), key=lambda pair: pair[1].time)
+
+
 def gave_up(evidence: Evidence) -> Finding | None:
     """Find the ranks that another one waited for until its time limit, which entered its call later, or never."""
-    errors = sorted(((e.time, r, e) for r in evidence.ranks for e in r.exceptions), key=lambda entry: entry[0])
-    if not errors or not is_victim(errors[0][2]) or not _GAVE_UP.search(errors[0][2].message):
+    errors = _by_time(evidence)
+    if not errors or not is_victim(errors[0][1]) or not _GAVE_UP.search(errors[0][1].message):
         return None
-    time, rank, _ = errors[0]
-    call = rank.board.waits_in if rank.board is not None else None
+    rank, time = errors[0][0], errors[0][1].time
+    call = awaited(rank)
     if call is None or call.peer != -1:
         return None
     # A rank that is farther ahead has entered it, though its ring may no longer have it.
@@ -296,7 +308,7 @@ def gave_up(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="straggler", ranks=tuple(r.rank for r in late), where=last_seen(late[0]),
         reason=f"rank {rank.rank} gave up {call.describe()} after {time - call.entered:.1f} s; {who} entered it {after}",
-        confidence=0.7, facts=tuple(exception_fact(r, e) for _, r, e in errors),
+        confidence=0.7, facts=tuple(exception_fact(r, e) for r, e in errors),
     )  # fmt: skip
 
 
@@ -315,15 +327,15 @@ def only_victims(evidence: Evidence) -> Finding | None:
 
 def unusable(evidence: Evidence) -> Finding | None:
     """Find that the first exception is about a network that cannot be used, as the rank checked when it raised."""
-    errors = sorted(((r, e) for r in evidence.ranks for e in r.exceptions), key=lambda pair: pair[1].time)
+    errors = _by_time(evidence)
     if not errors or not errors[0][1].network:
         return None
-    network = errors[0][1].network
+    first = errors[0][1]
     same = [(r, e) for r, e in errors if e.network]
-    frame = Frame(errors[0][1].file, errors[0][1].line, errors[0][1].function)
+    frame = Frame(first.file, first.line, first.function)
     ranks = tuple(sorted({r.rank for r, _ in same}))
     return Finding(
-        cause="network_unusable", ranks=ranks, where=frame.describe() if frame.is_user else "", reason=network,
+        cause="network_unusable", ranks=ranks, where=frame.describe() if frame.is_user else "", reason=first.network,
         certain=True, confidence=0.95,
         facts=tuple(exception_fact(r, e) for r, e in same)
         + all_facts(tuple(r for r in evidence.ranks if r.rank not in ranks)),

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing
-from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, doing
+from pytest_nsa.diagnosis.rules.exits import have_own_errors
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import CUT, NEW_GROUP, Collective, world_of
 from pytest_nsa.evidence.collectives import ranks_of
@@ -28,10 +28,10 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     """
     if evidence.stop not in (*STOPS, "failed") or not evidence.was_stalled:
         return None
-    if any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
+    if have_own_errors(evidence.ranks):
         return None
     alive = [r for r in evidence.ranks if not r.finished and not r.exceptions]
-    making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
+    making = {r: c for r, c in awaited_by(alive).items() if c.op == NEW_GROUP and c.note}
     if not making or any(not r.is_waiting for r in alive):
         return None
     if any(c.note.endswith(CUT) for c in making.values()):

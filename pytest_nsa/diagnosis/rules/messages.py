@@ -7,9 +7,9 @@ import re
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import ended, is_collective
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, has_lost_calls, last_seen, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited_by, has_lost_calls, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import finding_from
-from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.exits import have_own_errors
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.diagnosis.words import because, describe_awaited, each_call, terms_of
 from pytest_nsa.evidence.board import Collective
@@ -36,11 +36,11 @@ def held_in_messages(evidence: Evidence) -> Calls | None:
     if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
-    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    waits = awaited_by(alive)
     pending = {rank: c for rank, c in waits.items() if c.peer != -1}
     if not pending or len(waits) < len(alive) or any(not r.is_waiting for r in alive):
         return None
-    if any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
+    if have_own_errors(evidence.ranks):
         return None
     if any_can_complete((c for c in waits.values() if c.peer == -1), rings(evidence)):
         return None
@@ -135,7 +135,7 @@ def lost_messages(evidence: Evidence) -> Finding | None:
     dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped and c.peer != -1}
     if evidence.stop not in (*STOPS, "left_alone") or not dropped or any(not r.is_waiting for r in alive):
         return None
-    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    waits = awaited_by(alive)
     return _dropped_finding(evidence, dropped, waits, certain=False)
 
 

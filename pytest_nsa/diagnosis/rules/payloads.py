@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
-from pytest_nsa.diagnosis.facts import all_facts, exception_fact, has_lost_calls, last_seen, rings
+from pytest_nsa.diagnosis.facts import all_facts, awaited, awaited_by, exception_fact, has_lost_calls, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
-from pytest_nsa.diagnosis.rules.exits import deaths, is_victim
+from pytest_nsa.diagnosis.rules.exits import deaths, have_own_errors
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.diagnosis.words import A_GROUP_A_THREAD
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
-from pytest_nsa.evidence.collectives import Rings, by_place, first_departure
+from pytest_nsa.evidence.collectives import Rings, first_departure, in_sequence
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
@@ -29,7 +29,7 @@ def received_another_size(evidence: Evidence) -> Finding | None:
     rank = next(iter(deaths(evidence)), None)
     if rank is None or _ANOTHER_SIZE not in rank.abort_message:
         return None
-    call = rank.board.waits_in if rank.board is not None else None
+    call = awaited(rank)
     calls = [c for c in rank.collectives if call is not None and c.process_group == call.process_group]
     at = f" in {call.describe()}" if call is not None else ""
     reason = f"gloo aborted rank {rank.rank}{at}: it received a message of another size than the call expects, "
@@ -50,7 +50,7 @@ def aborted(evidence: Evidence) -> Finding | None:
     if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog aborts waiting ranks, too
         return None
     for rank in evidence.ranks:
-        at = rank.board.waits_in if rank.board is not None else None
+        at = awaited(rank)
         if rank.signal != signal.SIGABRT or rank.by_us or at is None:
             continue
         if at.is_receive and 0 <= at.peer < len(evidence.ranks):
@@ -80,9 +80,9 @@ def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
     counted separately.
     """
     ended = [r for r in evidence.ranks if r.signal == signal.SIGABRT and not r.by_us]
-    if not ended or any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
+    if not ended or have_own_errors(evidence.ranks):
         return None
-    waits = {r.rank: c for r in evidence.ranks if r.board is not None and (c := r.board.waits_in) is not None}
+    waits = awaited_by(evidence.ranks)
     groups, process_groups = {c.group for c in waits.values()}, {c.process_group for c in waits.values()}
     if len(waits) < len(evidence.ranks) or len(groups) != 2 or len(process_groups) != 1:
         return None
@@ -220,12 +220,10 @@ def _differing(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]) -> F
 
 def _in_order(made: Rings) -> Iterator[Calls]:
     """Yield, in their order, the calls of each place that all ranks of a group entered by the same operation."""
-    found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in made.items()})
-    for place in sorted(found, key=lambda place: (place[1], place[0])):
-        calls = found[place]
+    for calls in in_sequence(made):
         first = next(iter(calls.values()))
         if first.op != NEW_GROUP and len(calls) == first.size and len({c.op for c in calls.values()}) == 1:
-            yield dict(sorted(calls.items()))
+            yield calls
 
 
 def _terms(call: Collective, calls: Calls) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.counters import alike
 from pytest_nsa.diagnosis.explain.locations import parts_of
 from pytest_nsa.diagnosis.explain.program import Order
-from pytest_nsa.diagnosis.facts import awaited
+from pytest_nsa.diagnosis.facts import awaited, awaited_by
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.diagnosis.words import step_that_differs
@@ -84,7 +84,7 @@ def _is_in_hook(rank: RankEvidence) -> bool:
 
 def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
     """Return whether the loops' counters place the culprits before the call that each other rank waits in."""
-    found = {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
+    found = awaited_by(evidence.ranks)
     if any(rank not in found for rank in culprits):
         return False
     mine = alike(evidence, found, culprits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited, doing, found_on, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import all_facts, awaited_by, doing, found_on, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.activity import activity_of
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -66,7 +66,7 @@ def in_transit(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
-    calls = {r.rank: c for r in alive if (c := awaited(r)) is not None and r.is_waiting}
+    calls = awaited_by(r for r in alive if r.is_waiting)
     if len(calls) < max(2, len(alive)):
         return None
     first = next(iter(calls.values()))

@@ -166,11 +166,10 @@ class Clock:
 
     def _report(self, why: str) -> None:
         from pytest_nsa.session.outer import report as outer_report
-        from pytest_nsa.wire.files import parse, read_text, touch
+        from pytest_nsa.wire.files import read_object, touch
 
         self.session.read()
-        ended = parse(read_text(self.launch / ENDED))
-        outer_report.report_session(self.setup, self.session, why, ended if isinstance(ended, dict) else {})
+        outer_report.report_session(self.setup, self.session, why, read_object(self.launch / ENDED))
         touch(self.folder / REPORTED)
 
     def _end_host(self) -> None:

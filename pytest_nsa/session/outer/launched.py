@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from pytest_nsa.monitor import host_log
 from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher, child_environment
-from pytest_nsa.system.disk_space import ignore_full_disk, private_folder
+from pytest_nsa.system.disk_space import private_folder
 from pytest_nsa.system.procfs import began
-from pytest_nsa.wire.files import append_line, write_atomically
+from pytest_nsa.wire.files import write_atomically
 
 outer_key = pytest.StashKey[Any]()  # the hooks of an outer launcher, where there is one
 LOG, SETUP = "session.jsonl", "session.json"
@@ -97,8 +98,7 @@ class SessionLog(NoSessionLog):
 
     def note(self, event: str, **facts: Any) -> None:
         """Append a line."""
-        with ignore_full_disk():
-            append_line(self.folder / LOG, {"event": event, "time": time.time(), **facts})
+        host_log.note(self.folder / LOG, event, **facts)
 
     def report(self, report: Any) -> None:
         """Append a report of a test."""

@@ -20,6 +20,7 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
@@ -190,10 +191,7 @@ class LeaderLauncher:
                 continue
             status = self.wire.look(f"{self.key}/exit/{rank}")
             if status is None and self._is_silent(rank):
-                append_line(
-                    Path(self.job.folder) / "host.jsonl",
-                    {"event": "silent", "time": time.time(), "rank": rank, "seconds": SILENT_S},
-                )
+                note(Path(self.job.folder) / "host.jsonl", "silent", rank=rank, seconds=SILENT_S)
                 self._lost.add(rank)
                 status = 9
             if status is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_nsa.evidence.snapshots import by_snapshot
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.marks import place_of
+from pytest_nsa.marks import named
 
 # The attributes of syrupy's session and comparison that are used here. Versions 4.6 to 7 have them.
 _SESSION = ("queue_snapshot_write", "ran_item", "register_request", "update_snapshots")
@@ -29,9 +29,8 @@ def not_carried(item: pytest.Item) -> Iterator[str]:
     missing = [n for n in _SESSION if not hasattr(session, n)] + [n for n in _COMPARISON if not hasattr(compare, n)]
     if missing:
         item.config.option.update_snapshots = False
-        path, line = place_of(item)
         yield (
-            f"{path}:{line}: {item.name}: takes 'snapshot', and this version of syrupy has no {missing[0]}, by which "
+            f"{named(item)}: takes 'snapshot', and this version of syrupy has no {missing[0]}, by which "
             "ranks hand their snapshots over; this run updates none: install a version from 4.6 to 7, or compare in a test without "
             "ranks"
         )

@@ -74,6 +74,11 @@ def _harmless(part: Part) -> Part:
     return wrapped  # type: ignore[return-value]
 
 
+def _print(lines: list[str]) -> None:
+    """Print lines past pytest's capture, for which it is too late."""
+    print("", *lines, sep="\n", file=sys.__stderr__, flush=True)
+
+
 class StartedRanks:
     """The hooks of `ranks_descendants`; ``runner`` has the run's folder."""
 
@@ -245,8 +250,7 @@ class StartedRanks:
         self.ends.finish()
         if text:
             self._write_reports(interrupted=True)
-            sys.__stderr__.write("\n".join(["", f"{item.nodeid}:", *map(visible, text), ""]))  # type: ignore[union-attr]
-            sys.__stderr__.flush()  # type: ignore[union-attr]
+            _print([f"{item.nodeid}:", *map(visible, text)])
 
     @_harmless
     def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
@@ -360,8 +364,7 @@ class StartedRanks:
         if jobs and not self._is_worker:
             self._write_reports(interrupted=False)
             text.append(f"  SUMMARY  {short_path(self.runner.folder.path / 'SUMMARY.md')}")
-        sys.__stderr__.write("\n".join(["", first, *map(visible, text), ""]))  # type: ignore[union-attr]
-        sys.__stderr__.flush()  # type: ignore[union-attr]
+        _print([first, *map(visible, text)])
         return True
 
     def _write_reports(self, *, interrupted: bool) -> None:

@@ -17,6 +17,7 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.conclude import Recorder
 from pytest_nsa.session.failure_text import ReprEntryNative
+from pytest_nsa.session.items import report_warning
 from pytest_nsa.session.started.started_jobs import Concluded
 
 _shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
@@ -67,9 +68,7 @@ def _put_first(report: Any, text: list[str], *, is_explained: bool) -> None:
 def warn(item: pytest.Item, text: str) -> None:
     """Show a warning that no filter turns into a failure."""
     message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, *place_of(item))
-    item.ihook.pytest_warning_recorded.call_historic(
-        kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
-    )
+    report_warning(item, message)
 
 
 def place(frame: FrameType | None, root: Path) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
@@ -19,7 +18,7 @@ from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
 from pytest_nsa.system.descendants import Process
 from pytest_nsa.wire import masking
-from pytest_nsa.wire.files import parse, read_text, write_json
+from pytest_nsa.wire.files import read_object, read_text, write_json
 
 NO_JOB = "no process of the test has joined a process group"
 FORM_S = 10.0  # after ranks have waited so long for a rank that never joined, the group counts as not formed
@@ -98,7 +97,7 @@ def conclude_jobs(
 
 def pids_of(folder: Path) -> frozenset[int]:
     """Return the pids of a job's ranks."""
-    return frozenset(int(board.numbers["pid"]) for board in _watched(folder).watch.boards.values())
+    return frozenset(board.pid for board in _watched(folder).watch.boards.values())
 
 
 def _watched(folder: Path) -> ObservedJob:
@@ -109,20 +108,15 @@ def _watched(folder: Path) -> ObservedJob:
 
 def _ended_well(job: ObservedJob) -> bool:
     boards = job.watch.boards
-    is_whole = len(boards) >= _described(job.folder).get("world_size", 0)
+    is_whole = len(boards) >= read_object(job.folder / "job.json").get("world_size", 0)
     if not is_whole or any(board.phase != "done" for board in boards.values()):
         return False
     return not any('"event": "exception"' in read_text(events) for events in job.folder.glob("rank*/events.jsonl"))
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    described = parse(read_text(folder / "job.json"))
-    return described if isinstance(described, dict) else {}
-
-
 def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) -> None:
     """Complete a job's evidence: the test that it belongs to, why it is diagnosed, how its ranks have ended."""
-    described = _described(job.folder)
+    described = read_object(job.folder / "job.json")
     described |= {"nodeid": occasion.nodeid, "root": occasion.root, "timeout": occasion.timeout}
     write_json(job.folder / "job.json", described, indent=1)
     reason = occasion.reason
@@ -143,7 +137,7 @@ def _diagnose(
     if masking.is_on():
         mask_files(target)
     verdict, evidence = conclude(target, keep=True)
-    pids = frozenset(int(board.numbers["pid"]) for board in job.watch.boards.values())
+    pids = frozenset(board.pid for board in job.watch.boards.values())
     owner = next((of for pid in pids if (of := owner_of(pid))), "")
     calls = [max(c.entered, c.left) for rank in evidence.ranks for c in rank.collectives]
     is_idle = max(calls, default=evidence.job.created) < occasion.began
