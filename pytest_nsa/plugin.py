@@ -164,7 +164,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if _is_marked(item):  # another plugin's hook wrapper marked it after the marks were checked
             session.items[at] = make_ranked(item)
             _check_marks(session.items[at])
-    # Without the key, an error has ended the check of marks.
     usable = [item for item in session.items if isinstance(item, Ranked) and not item.stash.get(problem_key, "")]
     marks.check_debug_rank(config.stash[settings_key].debug_rank, usable)
     wants = _wants_ranks(session)
