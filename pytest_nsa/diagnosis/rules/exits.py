@@ -43,10 +43,11 @@ _TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<
 LEAVES = ("SystemExit", "Exit")
 # The kernel sends these for an instruction of the process, and abort() sends SIGABRT: no other process is their sender.
 _OF_A_CRASH = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT)
-_OF_CRASHES = (
-    "native code crashed: look at the innermost call of the stack (rank*/fatal.txt), and run it alone; SIGABRT also follows a C++ "
-    "exception, SIGBUS a full /dev/shm"
-)
+_OF_CRASHES = "native code crashed: look at the innermost call of the stack (rank*/fatal.txt), and run it alone"
+_ALSO_OF = {
+    signal.SIGABRT: "; SIGABRT also follows a C++ exception",
+    signal.SIGBUS: "; SIGBUS also follows a full /dev/shm",
+}
 _OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))")
 
 
@@ -141,7 +142,9 @@ def rank_died(evidence: Evidence) -> Finding | None:
     found = found_on(
         evidence, "rank_died", [rank], reason, 0.95 if is_sure else 0.3, certain=is_sure, facts=(exit_fact(rank),)
     )
-    return replace(found, advice=_OF_CRASHES) if rank.signal in _OF_A_CRASH else found
+    if rank.signal not in _OF_A_CRASH:
+        return found
+    return replace(found, advice=_OF_CRASHES + _ALSO_OF.get(signal.Signals(rank.signal), ""))
 
 
 def deaths(evidence: Evidence) -> list[RankEvidence]:
