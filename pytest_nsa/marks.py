@@ -380,7 +380,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 def check_debug_rank(rank: int, items: Iterable[pytest.Item]) -> None:
     """Raise UsageError if none of the tests that are to run has the rank of ``--ranks-pdb-rank``."""
-    sizes = [size_of(item, DEFAULT_WORLD_SIZE) for item in items]
+    sizes = [size_of(item, DEFAULT_WORLD_SIZE) for item in items if is_ranked(item)]
+    sizes = [size for size in sizes if type(size) is int]  # other marks are refused
     if sizes and rank >= max(sizes):
         raise pytest.UsageError(
             f"--ranks-pdb-rank {rank}: no test has such a rank: the largest runs on {max(sizes)}, from 0 on"

@@ -164,8 +164,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if _is_marked(item):  # another plugin's hook wrapper marked it after the marks were checked
             session.items[at] = make_ranked(item)
             _check_marks(session.items[at])
-    usable = [item for item in session.items if isinstance(item, Ranked) and not item.stash.get(problem_key, "")]
-    marks.check_debug_rank(config.stash[settings_key].debug_rank, usable)
+    if not hasattr(config, "workerinput"):  # under xdist no rank gets the terminal
+        marks.check_debug_rank(config.stash[settings_key].debug_rank, session.items)
     wants = _wants_ranks(session)
     # An xdist worker requests ranks before it reports to the controller that it has collected.
     if hasattr(config, "workerinput") and wants:

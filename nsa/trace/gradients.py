@@ -59,7 +59,7 @@ class GradientTrace:
         """Log how many gradients arrived in the backward of ``step``, as a warning if some are missing; return the missing names.
 
         ``missing_file``, one for all ranks, gets a line 'step1 blocks.4.attn.out.weight rank=0' for each. ``has_failed``: an
-        exception ended the step, so that missing gradients are its consequence, and the listener is not called.
+        exception ended the backward, so that missing gradients are its consequence, and the listener is not called.
         """
         missing = self.missing()
         level = logging.WARNING if missing else logging.INFO

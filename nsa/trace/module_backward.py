@@ -6,9 +6,10 @@ in place, and warn where no input needs a gradient.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,6 +32,16 @@ def block_level(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found or [*model.named_children()] or [(type(model).__name__, model)]
 
 
+_TRACED: WeakKeyDictionary[nn.Module, tuple[ModuleBackwardTrace, str]] = WeakKeyDictionary()
+
+
+@outside_graphs
+def _after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Hook the outputs of a traced module. One function for all modules and steps: torch.compile compiles once more for another."""
+    trace, name = _TRACED[module]
+    trace.hook(name, output)
+
+
 class ModuleBackwardTrace:
     """Logs ``[MODULE-BWD] step=1 module=blocks.4.attn`` as a gradient of each module's output arrives, then those never reached."""
 
@@ -42,25 +53,29 @@ class ModuleBackwardTrace:
         self._of_leaves: list[Any] = []  # on outputs that outlive the step: a parameter, or an input that is returned
         for name, module in block_level(model):
             plain = plain_name(name) or type(module).__name__
-            self._names.append(plain)
-            self._handles.append(module.register_forward_hook(outside_graphs(self._after_forward(plain))))
+            if plain not in self._names:  # a compiled block contains the module that it was made of
+                self._names.append(plain)
+                _TRACED[module] = self, plain
+                self._handles.append(module.register_forward_hook(_after_forward))
 
-    def _after_forward(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook_outputs(module: nn.Module, inputs: Any, output: Any) -> None:
-            calls = iter([name])  # one line for a call, whatever the number of its outputs
+    def hook(self, name: str, output: Any) -> None:
+        """Log the module ``name`` once in each backward in which a gradient of its ``output`` arrives."""
+        latest = -1
 
-            def reached(_: torch.Tensor) -> None:
-                if next(calls, None) is not None:
-                    self.reached.append(name)
-                    logger.info("[MODULE-BWD] step=%d module=%s", self.step, name)
+        def reached(_: torch.Tensor) -> None:
+            nonlocal latest
+            backward = torch._C._current_graph_task_id()
+            if backward != latest:
+                latest = backward
+                self.reached.append(name)
+                logger.info("[MODULE-BWD] step=%d module=%s", self.step, name)
 
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    handle = tensor.register_hook(outside_graphs(reached))
-                    if tensor.is_leaf:
-                        self._of_leaves.append(handle)
-
-        return hook_outputs
+        parts = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, type) else output
+        for tensor in tree_leaves(parts):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                handle = tensor.register_hook(outside_graphs(reached))
+                if tensor.is_leaf:
+                    self._of_leaves.append(handle)
 
     def not_reached(self) -> list[str]:
         """Return the modules where backward has not run since the last `reset`."""

@@ -25,10 +25,10 @@ from pytest_nsa.evidence.load import find_test_folders
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
-from pytest_nsa.report.runs import KEPT, KEPT_FAILED, in_short
-from pytest_nsa.report.summary import Entry, read_entries
+from pytest_nsa.report.runs import FINISHED, KEPT, KEPT_FAILED, in_short
+from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import lines
-from pytest_nsa.wire.files import write_atomically
+from pytest_nsa.wire.files import read_object, write_atomically
 
 _SOURCES = (
     "read the Python files of this machine that evidence names, wherever they lie "
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Diagnose tests on ranks from the evidence they left.",
         epilog="Exit codes: 0, or 1 where a verdict is a failure, 2 where the command could not do its work.",
     )
-    parser.add_argument("--version", action="version", version=f"pytest-nsa {metadata.version('pytest-nsa')}")
+    parser.add_argument("--version", action="version", version=f"pytest-nsa {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("diagnose", help="print the verdict on a test's folder, or on every test of a run")
     command.add_argument(
@@ -131,6 +131,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _version() -> str:
+    try:
+        return metadata.version("pytest-nsa")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number, 0 or more")
@@ -140,12 +147,9 @@ def _count(text: str) -> int:
 def _diagnose(arguments: argparse.Namespace) -> int:
     first, *others = arguments.folders
     if not find_test_folders(first):
-        verdicts = [entry.verdict for entry in read_entries(first)]
-        if verdicts and not any(verdict.failed for verdict in verdicts):
-            print(
-                f"no test failed, of {len(verdicts)}; of those that pass, --ranks-keep=all keeps the evidence",
-                file=sys.stderr,
-            )
+        ended = read_object(first / FINISHED)
+        if ended.get("failed") == 0 and not ended.get("interrupted") and not (arguments.json or arguments.html):
+            print("no test failed; of tests that pass, --ranks-keep=all keeps the evidence", file=sys.stderr)
             return 0
         print(
             f"error: {str(first)!r}: no evidence here (no job.json); give a run's or a test's folder",

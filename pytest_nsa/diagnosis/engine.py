@@ -122,7 +122,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 # Modules of rules on waits, which may be the consequence of an exception that a rank still handles.
-_OF_STALLS = ("calls", "groups", "messages", "absence", "keys", "stalls")
+_OF_STALLS = ("calls", "groups", "messages", "absence", "keys", "stalls", "speed", "autograd")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
@@ -139,6 +139,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
             finding = rule(evidence)
             finding = replace(finding, rule=name) if finding is not None else None
             if finding is not None and name.partition(".")[0] in _OF_STALLS:
+                finding = _with_name_of_other(evidence, finding)
                 finding = unwinding.raised_in_a_thread(evidence, unwinding.in_cleanup(evidence, finding))
         except Exception as error:  # rules read evidence of arbitrary programs: any exception becomes a fact
             failures.append(_failure(name, f"{type(error).__name__}: {error}", error.__traceback__))
@@ -148,12 +149,15 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         if finding.cause not in CAUSES:
             failures.append(_failure(name, f"{finding.cause!r} is not a cause of the registry"))
             continue
-        reason, advice = (
-            with_name_of_other(text, finding.ranks, evidence.job.world_size)
-            for text in (finding.reason, finding.advice)
-        )
-        return replace(finding, reason=reason, advice=advice, facts=(*finding.facts, *failures)), tuple(failures)
+        return replace(finding, facts=(*finding.facts, *failures)), tuple(failures)
     return None, tuple(failures)
+
+
+def _with_name_of_other(evidence: Evidence, finding: Finding) -> Finding:
+    """Return a finding on waits with the number of the other one of two ranks. Other findings quote the texts of exceptions."""
+    n = evidence.job.world_size
+    reason, advice = (with_name_of_other(text, finding.ranks, n) for text in (finding.reason, finding.advice))
+    return replace(finding, reason=reason, advice=advice)
 
 
 def name_of(rule: Rule) -> str:

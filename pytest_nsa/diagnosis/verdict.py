@@ -163,7 +163,7 @@ def stated(ranks: tuple[int, ...], text: str, world_size: int) -> str:
     return f"{describe_ranks(ranks, world_size)} {with_name_of_other(text, ranks, world_size)}"
 
 
-_THE_OTHERS = re.compile(r"\bthe others(?P<of>')?(?: (?P<verb>wait|enter|go|train|are|have|do|carry)\b)?")
+_THE_OTHERS = re.compile(r"\bthe others(?P<of>')?(?: (?P<verb>wait|enter|go|train|are|were|have|do|carry)\b)?")
 _SINGULAR = {plural: verb for verb, plural in _PLURAL.items()} | {"go": "goes"}
 
 

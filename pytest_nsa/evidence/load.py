@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.first_gone import mark_first_gone
-from pytest_nsa.evidence.native import abort_message, innermost_symbol
+from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
@@ -31,7 +30,7 @@ from pytest_nsa.evidence.values import (
     RankEvidence,
     ThreadError,
 )
-from pytest_nsa.evidence.waiting import latest_sample
+from pytest_nsa.evidence.waiting import SAMPLED_S, latest_sample
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
@@ -190,11 +189,11 @@ def _read_rank(
         board=board,
         beat_age_s=(sampled or stall).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
-        process=latest_sample(seen["process"]),
+        process=latest_sample(seen["process"], stop.get("stalled_s", SAMPLED_S)),
         threads=_threads(dump, own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=_first(seen["native"]).get("absent", ""),
-        abort_message=abort_message(_text(folder / "output.log")) if exit_event.get("signal") == signal.SIGABRT else "",
+        abort_message=read_abort_message(folder / "output.log", exit_event.get("signal", 0)),
         children_threads=parse_children(dump),
         fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
         reports=tuple(read_reports(folder / "reports.jsonl")),

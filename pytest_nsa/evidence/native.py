@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import signal
+from pathlib import Path
+
+from pytest_nsa.wire.files import read_end
+
+END = 1 << 16  # bytes of an output
 
 # `    at::native::add (libtorch_cpu.so)`, `    forward (model.py:12)`
 _FRAME = re.compile(r"^\s+(?P<symbol>\S.*?) \((?P<place>[^()]*)\)$")
 # What the runtime of C++ (libstdc++, libc++) prints of an exception that nothing catches, and assert() of C, before they abort.
 _ABORT = re.compile(
-    r"^(?:terminate called after throwing an instance of '(?P<type>[^'\n]+)'(?:\n +what\(\): +(?P<what>[^\n]+))?"
-    r"|(?:libc\+\+abi: )?terminating due to uncaught exception of type (?P<kind>\S+?)(?:: (?P<why>[^\n]+))?$"
-    r"|(?P<check>[^\n]{1,300}: Assertion [`'][^\n]{1,300}' failed\.)$)",
+    r"terminate called after throwing an instance of '(?P<type>[^'\n]+)'"
+    r"(?:\n(?:terminate called recursively\n)?\s*what\(\): +(?P<what>[^\n]+))?"
+    r"|terminating due to uncaught exception of type (?P<kind>\S+?)(?:: (?P<why>[^\n]+))?$"
+    r"|^(?P<check>[^\n]{1,300}: Assertion [`'][^\n]{1,300}' failed\.)$",
     re.MULTILINE,
 )
 
@@ -28,9 +35,14 @@ def innermost_symbol(text: str) -> str:
     return ""
 
 
+def read_abort_message(output: Path, ended_by: int) -> str:
+    """Return `abort_message` of a file with a process's output; '' unless SIGABRT is the signal that ended it."""
+    return abort_message(read_end(output, END)) if ended_by == signal.SIGABRT else ""
+
+
 def abort_message(output: str) -> str:
     """Return the message of the abort that ended a process, from its output: 'gloo::EnforceNotMet: ...'; '' without one."""
-    found = next(reversed(list(_ABORT.finditer(output))), None)
+    found = next(reversed(list(_ABORT.finditer(output.replace("\r\n", "\n")))), None)
     if found is None:
         return ""
     kind, text = found["type"] or found["kind"] or "", found["what"] or found["why"] or found["check"] or ""

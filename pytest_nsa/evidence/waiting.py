@@ -70,9 +70,10 @@ def share_of_main(process: Mapping[str, Any]) -> float:
     return max(latest, process.get("stall_cpu_share", 0.0))
 
 
-def latest_sample(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a rank's last sample of /proc; of one that still wants the CPU, with its largest share of it so far as
-    ``stall_cpu_share``: the last interval is short, and on a busy machine other processes may have had all of it.
+def latest_sample(samples: Sequence[dict[str, Any]], stalled_s: float) -> dict[str, Any]:
+    """Return a rank's last sample of /proc; of one that still wants the CPU, with its largest share of it within a stall of
+    ``stalled_s`` seconds, as ``stall_cpu_share``: the last interval is short, and on a busy machine other processes may have had
+    all of it.
     """
     last = samples[-1] if samples else {}
     if not last.get("wants_cpu") or "main_cpu_s" not in last:
@@ -80,7 +81,7 @@ def latest_sample(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shares = [
         (last["main_cpu_s"] - e["main_cpu_s"]) / (last["time"] - e["time"])
         for e in samples
-        if "main_cpu_s" in e and 0.0 < last["time"] - e["time"] <= SAMPLED_S
+        if "main_cpu_s" in e and 0.0 < last["time"] - e["time"] <= min(SAMPLED_S, stalled_s)
     ]
     return {**last, "stall_cpu_share": max(shares, default=0.0)}
 

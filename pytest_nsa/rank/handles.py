@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,13 +146,16 @@ class Trace:
             buckets.attach(model)
             self.buckets = buckets.buckets
             self._bucketed.append(model)
-        has_failed = True
+        raised: BaseException | None = None
         try:
             yield self
-            has_failed = False
+        except BaseException as error:
+            raised = error
+            raise
         finally:
             if self._gradients is not None:
                 self._gradients.close()
+                has_failed = raised is not None and (not self._gradients.arrived or _is_of_a_backward(raised))
                 self._gradients.report(self.step, has_failed=has_failed)
             if self._modules is not None:
                 self._modules.close()
@@ -172,6 +176,15 @@ class Trace:
                 "trace: module backwards are not traced; use @trace_kinds('module_bwd') and `with trace(model): ...` first"
             )
         return self._modules.not_reached()
+
+
+def _is_of_a_backward(error: BaseException) -> bool:
+    """Return whether an exception left a backward, or another exception did that it was raised for."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    before = error.__cause__ or error.__context__
+    return any(f.f_code.co_name == "_engine_run_backward" for f in frames) or (
+        before is not None and _is_of_a_backward(before)
+    )
 
 
 def _hook_of(ctx: RankContext) -> WrapByHook:

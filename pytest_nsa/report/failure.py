@@ -20,7 +20,7 @@ from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, trace_of
 from pytest_nsa.report.stack_tree import stack_tree
 from pytest_nsa.report.summary import RETRY, Entry
-from pytest_nsa.report.terminal import excerpt, number_ranks, short_place, waited
+from pytest_nsa.report.terminal import consequence, excerpt, number_ranks, short_place
 from pytest_nsa.wire import masking
 
 CONTEXT = 4  # lines of source on either side
@@ -145,7 +145,7 @@ def _seen(evidence: Evidence) -> list[Markup]:
     for rank in evidence.ranks:
         for error in rank.exceptions[:1]:
             raised = f"{error.type}: {error.headline} at {short_place(error.where)}"
-            places.setdefault(waited(error) if is_victim(error) else raised, []).append(rank.rank)
+            places.setdefault(consequence(error) if is_victim(error) else raised, []).append(rank.rank)
         if not rank.exceptions and rank.board is not None and rank.board.line and not rank.passed:
             places.setdefault(f"last seen at {short_place(rank.board.line)}", []).append(rank.rank)
     return [tag("p", tag("strong", number_ranks(ranks), class_="who"), " ", text) for text, ranks in places.items()]

@@ -130,7 +130,7 @@ def _failures_of(rank: RankEvidence, *, in_full: bool) -> Iterator[tuple[str, st
     from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
 
     if not in_full and rank.exceptions and all(map(is_victim, rank.exceptions)):
-        text = waited(rank.exceptions[0])
+        text = consequence(rank.exceptions[0])
         yield text, text
         return
     for entry in rank.reports:
@@ -154,10 +154,10 @@ def _subtest(report: Mapping[str, Any]) -> str:
     return " ".join(parts) or "(<subtest>)"
 
 
-def waited(error: RaisedException) -> str:
+def consequence(error: RaisedException) -> str:
     """Return, in one line, the exception that a rank raised because another one failed; its folder has all of it."""
     first = _PLACES.sub("", error.message.partition("\n")[0]).partition(". ")[0].strip()
-    return f"waited at {short_place(error.where)}: {error.type}: {first[:MAX_VICTIM]}"
+    return f"ended at {short_place(error.where)}: {error.type}: {first[:MAX_VICTIM]}"
 
 
 def _traceback(error: RaisedException, sources: Sources) -> str:

@@ -129,8 +129,14 @@ class RunFolder:
 
     def _make(self, root: Path) -> Path:
         make_folder(root)
-        if not any(root.iterdir()):  # else it may be a folder of the user's, with files that git is to see
+        if not any(root.iterdir()):
             write_atomically(root / ".gitignore", "*\n", follow=True)
+        path = self._make_run(root)
+        if not os.path.lexists(root / ".gitignore"):  # a folder with files of the user's, which git is to see
+            write_atomically(path / ".gitignore", "*\n")
+        return path
+
+    def _make_run(self, root: Path) -> Path:
         if self.name:  # xdist workers write into the run that the controller named
             path = root / self.name
             path.mkdir(mode=self.mode, exist_ok=True)

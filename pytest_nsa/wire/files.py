@@ -154,6 +154,20 @@ def read_text(path: Path, most: int = LARGEST) -> str:
         return ""
 
 
+def read_end(path: Path, most: int) -> str:
+    """Return the last ``most`` bytes of a file as text; '' if it cannot be read."""
+    try:
+        fd, size = open_to_read(path)
+    except (OSError, ValueError):
+        return ""
+    try:
+        return os.pread(fd, most, max(0, size - most)).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        close(fd)
+
+
 def parse(text: str | bytes) -> Any:
     """Return the value of a JSON text; None where it is not JSON, or nested deeper than a program writes."""
     try:

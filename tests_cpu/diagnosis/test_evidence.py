@@ -121,8 +121,9 @@ def test_diagnose_of_a_run_in_which_all_passed_is_no_error(
 ) -> None:
     run = run_example(pytester, "@world_size(1)\ndef test_a(group): pass").run
     assert run is not None
+    assert main(["diagnose", str(run), "--json"]) == 2
     assert main(["diagnose", str(run)]) == 0
-    assert "no test failed, of 1; of those that pass, --ranks-keep=all keeps the evidence" in capsys.readouterr().err
+    assert "no test failed; of tests that pass, --ranks-keep=all keeps the evidence" in capsys.readouterr().err
 
 
 def test_diagnose_reads_a_moved_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +181,8 @@ def test_a_rank_that_a_backend_aborted_for_its_wait_did_not_die_first(tmp_path: 
     folder = make_folder(tmp_path / "t")
     (folder / "rank1" / "output.log").write_text(WATCHDOG)
     exits = [{"event": "exit", "time": 6.0, "rank": 1, "code": 0, "signal": 6, "by_us": False}]
-    (folder / "host.jsonl").write_text(json.dumps(exits[0]) + "\n")
+    exits.append({"event": "ended", "time": 9.0, "duration_s": 4.0})
+    (folder / "host.jsonl").write_text("".join(json.dumps(e) + "\n" for e in exits))
     alone = diagnose(load(folder))
     assert (alone.ranks, alone.certain) == ((1,), False)
     assert "Watchdog caught collective operation timeout" in alone.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,41 @@ def test_the_trace_of_modules_changes_nothing(lines: pytest.LogCaptureFixture) -
         assert mine.grad.equal(its.grad)
     trace.close()
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Wrapped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+def test_each_backward_of_a_graph_is_traced_and_through_a_dataclass(lines: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Wrapped(4, 4)])})
+    trace = ModuleBackwardTrace(model)
+    loss = model["blocks"][0](torch.ones(1, 4)).hidden.sum()  # type: ignore[index]
+    for step in (1, 2):
+        trace.reset(step)
+        loss.backward(retain_graph=True)
+        assert trace.report(step) == []
+    trace.close()
+    assert [m for m in lines.messages if "module=" in m] == [f"[MODULE-BWD] step={s} module=blocks.0" for s in (1, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # by the compiler, of a tensor in a frame that it resumes
+def test_a_trace_for_each_step_compiles_nothing_again() -> None:
+    model = Detached()
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for step in range(5):
+            trace = ModuleBackwardTrace(model)
+            trace.reset(step)
+            compiled(torch.ones(1, 4)).sum().backward()
+            assert trace.not_reached() == ["layers.1"]
+            trace.close()
 
 
 def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:

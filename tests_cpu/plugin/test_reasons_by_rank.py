@@ -60,6 +60,21 @@ def test_raises_in_a_traced_backward(ddp, trace):
         out = model(torch.ones(2, 4))
         out.register_hook(lambda gradient: gradient.no_such_attribute)
         out.sum().backward()
+
+
+@world_size(2)
+def test_asserts_in_the_trace(ddp, trace):
+    model = ddp.wrap(Branches(), find_unused_parameters=True)
+    with trace(model):
+        model(torch.ones(2, 4)).sum().backward()
+        assert not trace.missing_gradients()
+
+
+@world_size(2)
+def test_says_the_others(group):
+    if group.rank == 1:
+        raise ValueError("not while the others train; see data/the others/x.bin")
+    dist.barrier()
 """
 LOCK = """
 @world_size(2)
@@ -90,6 +105,8 @@ def test_what_differs_between_ranks_is_in_the_report(pytester: pytest.Pytester) 
     raises = verdicts["test_raises_in_a_traced_backward"]
     assert raises.cause == "assertion", "the gradients that are missing are a consequence"
     assert "AttributeError" in raises.reason
+    assert verdicts["test_asserts_in_the_trace"].cause == "unused_parameters", "the backward has completed"
+    assert "not while the others train; see data/the others/x.bin" in verdicts["test_says_the_others"].reason
     skipped = verdicts["test_skipped_on_one"]
     assert "in test_skipped_on_one" in skipped.where
     assert "what all ranks know" in skipped.advice

@@ -137,22 +137,18 @@ def rank_died(evidence: Evidence) -> Finding | None:
     reason = f"rank {rank.rank} was ended by {name}{at}{ago}"
     if rank.abort_message:
         reason += f": {rank.abort_message[:200]}"
-    # A backend aborts a rank that another one lets wait, or that lost its connection.
-    is_sure = not is_victim_text(rank.abort_message)
-    found = found_on(
-        evidence, "rank_died", [rank], reason, 0.95 if is_sure else 0.3, certain=is_sure, facts=(exit_fact(rank),)
-    )
+    found = found_on(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
     if rank.signal not in _OF_A_CRASH:
         return found
     return replace(found, advice=_OF_CRASHES + _ALSO_OF.get(signal.Signals(rank.signal), ""))
 
 
 def deaths(evidence: Evidence) -> list[RankEvidence]:
-    """Return the ranks that a signal ended which the host did not send, the first one first; last those that a lost
-    connection aborted.
+    """Return the ranks that a signal ended which the host did not send, the first one first; without those that a backend
+    aborted because another rank let them wait, or had gone.
     """
-    dead = (r for r in evidence.ranks if r.signal and not r.by_us)
-    return sorted(dead, key=lambda r: (is_victim_text(r.abort_message), r.exit_time))
+    dead = (r for r in evidence.ranks if r.signal and not r.by_us and not is_victim_text(r.abort_message))
+    return sorted(dead, key=lambda r: r.exit_time)
 
 
 Raised = list[tuple[RankEvidence, RaisedException]]
@@ -318,8 +314,13 @@ def gave_up(evidence: Evidence) -> Finding | None:
 def only_victims(evidence: Evidence) -> Finding | None:
     """Find that nothing but lost connections was reported; the earliest report is nearest to the cause."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
-    if not errors or evidence.stop == "host_died":  # what killed the host may have killed a rank as well
+    aborted = [r for r in evidence.ranks if r.signal and not r.by_us]
+    if not (errors or aborted) or evidence.stop == "host_died":  # what killed the host may have killed a rank as well
         return None
+    if not errors:
+        rank = min(aborted, key=lambda r: r.exit_time)
+        reason = f"rank {rank.rank} was aborted: {rank.abort_message[:200]} (no rank is known to have exited before)"
+        return found_on(evidence, "rank_died", [rank], reason, 0.3, facts=(exit_fact(rank),))
     rank, error = min(errors, key=lambda pair: pair[1].time)
     return Finding(
         cause="rank_exception", ranks=(rank.rank,), where=error.where,
