@@ -26,7 +26,7 @@ from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
 from pytest_nsa.report.runs import FINISHED, KEPT, KEPT_FAILED, in_short
-from pytest_nsa.report.summary import Entry
+from pytest_nsa.report.summary import Entry, read_entries
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import read_object, write_atomically
 
@@ -148,7 +148,8 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     first, *others = arguments.folders
     if not find_test_folders(first):
         ended = read_object(first / FINISHED)
-        if ended.get("failed") == 0 and not ended.get("interrupted") and not (arguments.json or arguments.html):
+        has_passed = bool(read_entries(first)) and ended.get("failed") == 0 and not ended.get("interrupted")
+        if has_passed and not (arguments.json or arguments.html):
             print("no test failed; of tests that pass, --ranks-keep=all keeps the evidence", file=sys.stderr)
             return 0
         print(
