@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -175,4 +175,9 @@ def count(n: int, noun: str) -> str:
 
 def _counted(verdicts: Mapping[str, Verdict]) -> str:
     """'1 test', '2 scenarios'."""
-    return count(len(verdicts), "scenario" if all(v.scenario for v in verdicts.values()) else "test")
+    return count(len(verdicts), noun_of(verdicts.values()))
+
+
+def noun_of(verdicts: Iterable[Verdict]) -> str:
+    """'scenario' where all verdicts are of scenarios, else 'test'."""
+    return "scenario" if all(v.scenario for v in verdicts) else "test"

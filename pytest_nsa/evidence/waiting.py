@@ -64,10 +64,15 @@ def computes(process: Mapping[str, Any]) -> bool:
     return share >= BUSY or (bool(process.get("wants_cpu")) and share >= STARVED)
 
 
+def latest_share_of_main(process: Mapping[str, Any]) -> float:
+    """Return the main thread's share of a core in the last interval of the samples of /proc."""
+    share: float = process.get("main_cpu_share", process.get("cpu_share", 0.0))
+    return share
+
+
 def share_of_main(process: Mapping[str, Any]) -> float:
     """Return the main thread's share of a core, the largest that samples of /proc show while it wants the CPU."""
-    latest: float = process.get("main_cpu_share", process.get("cpu_share", 0.0))
-    return max(latest, process.get("stall_cpu_share", 0.0))
+    return max(latest_share_of_main(process), process.get("stall_cpu_share", 0.0))
 
 
 def latest_sample(samples: Sequence[dict[str, Any]], stalled_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from pytest_nsa.diagnosis.decision import Decision, count
+from pytest_nsa.diagnosis.decision import Decision, count, noun_of
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
@@ -86,7 +86,7 @@ def _title(entries: list[Entry], decision: Decision) -> str:
     failed = sum(e.verdict.failed for e in entries)
     if not failed:
         return short_place(decision.sentence)
-    noun = "scenario" if all(e.verdict.scenario for e in entries) else "test"
+    noun = noun_of(e.verdict for e in entries)
     where = "" if noun == "scenario" else " on ranks"  # pytest counts further tests
     return f"{failed} of {count(len(entries), noun)}{where} fail{'s' if failed == 1 else ''}"
 

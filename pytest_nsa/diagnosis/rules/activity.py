@@ -14,7 +14,16 @@ from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
-from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, is_at_a_lock, meets, share_of_main, takes_a_lock
+from pytest_nsa.evidence.waiting import (
+    BUSY,
+    STARVED,
+    computes,
+    is_at_a_lock,
+    latest_share_of_main,
+    meets,
+    share_of_main,
+    takes_a_lock,
+)
 
 FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
 IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
@@ -185,8 +194,8 @@ def _device(rank: RankEvidence) -> Activity | None:
 
 def _gil_held(rank: RankEvidence) -> Activity | None:
     silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
-    latest = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
-    if not silent or (rank.process.get("wants_cpu") and latest < STARVED):  # starved now, and so is its heartbeat
+    is_starved = rank.process.get("wants_cpu") and latest_share_of_main(rank.process) < STARVED  # so is its heartbeat
+    if not silent or is_starved:
         return None
     return Activity("gil_held", f"holds the GIL in native code{in_symbol(rank)}", 0.8)
 
