@@ -2,7 +2,8 @@
 
 ``python announce.py TEST PID BEGAN SYS_PATH``: TEST is a file in the folder of a session's jobs; PID and BEGAN are the session's
 process and its start, in clock ticks; SYS_PATH is a JSON list. The file names the test that runs (``nodeid``), the processes of
-wider fixtures (``of_fixtures``), and whether the session masks secrets (``masks``).
+wider fixtures (``of_fixtures``), and whether the session masks secrets (``masks``). What is announced is printed, and appended to
+``announcements.jsonl`` in that folder, for the session's report.
 
 A session starts this program when a test first starts a process, by its path and without ``site``: for tests that start processes
 but no ranks, it costs an empty interpreter. The modules that read evidence are imported when a rank leaves some. The program is a
@@ -12,6 +13,7 @@ the process has ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -55,8 +57,9 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
     from pathlib import Path
 
     from pytest_nsa.cli.watch import Watcher
+    from pytest_nsa.report.runs import ANNOUNCEMENTS
     from pytest_nsa.wire import masking
-    from pytest_nsa.wire.files import read_object
+    from pytest_nsa.wire.files import append_line, read_object
 
     if read_object(Path(test)).get("masks"):
         from nsa.trace.secrets import masked, masked_source
@@ -78,6 +81,8 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
             if text and not any(_is_below(b.pid, now["of_fixtures"]) for b in watcher.boards.values()):
                 announced.add(job)
                 sys.stderr.write(f"\n{text}\n")
+                with contextlib.suppress(OSError):
+                    append_line(Path(folder, ANNOUNCEMENTS), {"time": time.time(), "text": text})
         time.sleep(LOOK_S)
 
 

@@ -206,11 +206,11 @@ class RunFolder:
         with ignore_full_disk():
             append_line(self.path / NOTICES, {"text": text})
 
-    def announce(self, text: str) -> None:
-        """Announce something that is to be read while the test runs."""
+    def announce(self, text: str, **facts: object) -> None:
+        """Announce something that is to be read while the test runs. ``facts``: ``time``, if not now; ``printed``, if it is."""
         self.note(text)
         with ignore_full_disk():
-            append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
+            append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text, **facts})
 
     def notices(self) -> list[str]:
         """Return what any worker passed to `report`."""

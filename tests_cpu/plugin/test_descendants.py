@@ -346,6 +346,9 @@ def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, 
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     assert "interrupted; until then" in out
     assert verdict(folder)["ranks"] == [1], out
+    latest = folder / "artifacts" / "latest"
+    assert announced.strip() in (latest / "test_execution.log").read_text()
+    assert "Announced while it ran" in (latest / "report.html").read_text()
     assert alive(folder) == []
 
 

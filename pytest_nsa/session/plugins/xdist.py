@@ -52,11 +52,12 @@ class XdistHooks:
         while not is_done:
             is_done = self._done.wait(ANNOUNCE_S)  # after the last wait, the remaining announcements are printed too
             for path in paths:
-                texts = [entry["text"] for entry in read_lines(path)]
-                for text in texts[shown[path] :]:
-                    sys.stdout.write(f"\n{text}\n")
-                    sys.stdout.flush()
-                shown[path] = len(texts)
+                entries = list(read_lines(path))
+                for entry in entries[shown[path] :]:
+                    if not entry.get("printed"):
+                        sys.stdout.write(f"\n{entry['text']}\n")
+                        sys.stdout.flush()
+                shown[path] = len(entries)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:

@@ -133,9 +133,8 @@ class StartedRanks:
         self.processes.add(pid)
 
     def _follow(self) -> None:
-        item = self.processes.item
-        is_of_test = item is not None and self.processes.owner == item.nodeid
-        self.announcer.follow(self.processes.owner if is_of_test else "", self.processes.of_fixtures())
+        item, owner = self.processes.item, self.processes.owner
+        self.announcer.follow(owner if item is not None and owner == item.nodeid else "", self.processes.of_fixtures())
 
     def _take_interrupt(self) -> None:
         before = signal.getsignal(signal.SIGINT)
@@ -207,6 +206,7 @@ class StartedRanks:
     def _after_test(self, item: pytest.Item) -> None:
         """Report the processes that the test left, or end them; delete the evidence of jobs that have ended."""
         self.announcer.follow("", ())
+        self.announcer.hand_to(self.runner.folder)
         if self._ended and self._is_over():
             self.ends.finish()
         wait_for_ends(self.processes.of(item.nodeid), LEFT_S)
@@ -310,6 +310,7 @@ class StartedRanks:
             found, owner = self.processes.look(), self.processes.owner
             occasion = Occasion(reason, owner, str(self.config.rootpath), timeout, self.processes.began)
             jobs = conclude_jobs(self.base, self.runner.folder, found, self.processes.fixture_of, occasion)
+            self.announcer.hand_to(self.runner.folder)
             of_jobs = {pid for job in jobs for pid in job.pids}
             # One that has ended: a failure that the test has not waited for.
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
@@ -317,8 +318,7 @@ class StartedRanks:
             others.sort(key=lambda p: (self.processes.owners[p.key] != owner, p.pid))
             lines = [self._line(p, is_ending=bool(reason)) for p in others[:NAMED]]
             text = describe(jobs, lines, reports.place(frame, self.config.rootpath)) if jobs or others else []
-            if reason:
-                self._ended = owner
+            self._ended = owner if reason else self._ended
             return jobs, text
         finally:
             self._is_concluding = False

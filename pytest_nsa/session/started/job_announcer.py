@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.monitor.terminal import without_capture
+from pytest_nsa.report.runs import ANNOUNCEMENTS
+from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.descendants import without_child_handler
 from pytest_nsa.system.procfs import began
 from pytest_nsa.wire import masking
-from pytest_nsa.wire.files import write_json
+from pytest_nsa.wire.files import read_lines, write_json
 
 _PROGRAM = Path(__file__).parents[2] / "cli" / "announce.py"
 
@@ -43,6 +45,17 @@ class JobAnnouncer:
                 self._has_begun = True
                 if os.getpid() != 1:  # process 1 of a container becomes the parent of the program
                     self._begin()
+
+    def hand_to(self, run: RunFolder) -> None:
+        """Add what was announced to a run's announcements, once the run has a folder: a session that passes makes none."""
+        if not run.is_made:
+            return
+        announced = self.path.with_name(ANNOUNCEMENTS)
+        taken = announced.with_suffix(".taken")
+        with contextlib.suppress(OSError):  # nothing was announced
+            announced.rename(taken)  # the program may append to it
+            for entry in read_lines(taken):
+                run.announce(**entry, printed=True)
 
     def _begin(self) -> None:
         silent = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
