@@ -196,7 +196,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     if evidence.lost:
         until_then = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
         finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{until_then}")
-    fallen = [r for r in ranks if r.signal and not r.by_us and r.rank not in finding.ranks]
+    fallen = [r for r in ranks if r.fatal_signal and r.rank not in finding.ranks]
     if fallen:
         ended = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
         finding = replace(finding, reason=f"{finding.reason} (a consequence: {ended})")
@@ -294,7 +294,7 @@ def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
         return cause.outcome
     if evidence.stop in ("departed", "left_alone", "certain", "deadline", "hang_after", "start"):
         return "HANG"
-    fell = {r.rank for r in evidence.ranks if r.signal and not r.by_us}
+    fell = {r.rank for r in evidence.ranks if r.fatal_signal}
     if fell:
         # Gloo may abort a rank that receives an unexpected message; without the abort the ranks would wait forever.
         return "HANG" if cause.unmet and not fell & set(finding.ranks) else "CRASH"

@@ -217,6 +217,11 @@ class RankEvidence:
     needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
 
     @property
+    def fatal_signal(self) -> int:
+        """The signal that ended it; 0 if none did, or if the host sent it."""
+        return 0 if self.by_us else self.signal
+
+    @property
     def rounds(self) -> dict[str, str]:
         """The counters of the loops as text, 'step = 3, attempt = 1', by location, where there are any."""
         texts = {place: ", ".join(f"{name} = {n}" for name, n in counts.items()) for place, counts in self.counters}

@@ -29,7 +29,7 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     if not left or not others or have_own_errors(others):
         return None
-    if any((r.signal and not r.by_us) or r.gone or (r.exit_code and not r.finished) for r in others):
+    if any(r.fatal_signal or r.gone or (r.exit_code and not r.finished) for r in others):
         return None  # it may be the reason why the other rank left
     if any(is_victim_text(evidence.ranks[rank].left.get("after", "")) for rank in left):
         return None

@@ -147,7 +147,7 @@ def deaths(evidence: Evidence) -> list[RankEvidence]:
     """Return the ranks that a signal ended which the host did not send, the first one first; without those that a backend
     aborted because another rank let them wait, or had gone.
     """
-    dead = (r for r in evidence.ranks if r.signal and not r.by_us and not is_victim_text(r.abort_message))
+    dead = (r for r in evidence.ranks if r.fatal_signal and not is_victim_text(r.abort_message))
     return sorted(dead, key=lambda r: r.exit_time)
 
 
@@ -314,7 +314,7 @@ def gave_up(evidence: Evidence) -> Finding | None:
 def only_victims(evidence: Evidence) -> Finding | None:
     """Find that nothing but lost connections was reported; the earliest report is nearest to the cause."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
-    aborted = [r for r in evidence.ranks if r.signal and not r.by_us]
+    aborted = [r for r in evidence.ranks if r.fatal_signal]
     if not (errors or aborted) or evidence.stop == "host_died":  # what killed the host may have killed a rank as well
         return None
     if not errors:

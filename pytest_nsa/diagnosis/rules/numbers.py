@@ -132,11 +132,7 @@ def diverged_before(evidence: Evidence) -> Finding | None:
     the failure.
     """
     errors = [e for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
-    if (
-        not errors
-        or any(e.type != "AssertionError" for e in errors)
-        or any(r.signal and not r.by_us for r in evidence.ranks)
-    ):
+    if not errors or any(e.type != "AssertionError" for e in errors) or any(r.fatal_signal for r in evidence.ranks):
         return None
     found = silent_divergence(evidence)
     if found is None:

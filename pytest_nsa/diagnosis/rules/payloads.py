@@ -51,7 +51,7 @@ def aborted(evidence: Evidence) -> Finding | None:
         return None
     for rank in evidence.ranks:
         at = awaited(rank)
-        if rank.signal != signal.SIGABRT or rank.by_us or at is None:
+        if rank.fatal_signal != signal.SIGABRT or at is None:
             continue
         if at.is_receive and 0 <= at.peer < len(evidence.ranks):
             other = _unexpected_size(evidence, rank, at)
@@ -79,7 +79,7 @@ def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
     """Find that gloo aborted ranks in a group's call while others are in a call that DDP makes by itself, which is
     counted separately.
     """
-    ended = [r for r in evidence.ranks if r.signal == signal.SIGABRT and not r.by_us]
+    ended = [r for r in evidence.ranks if r.fatal_signal == signal.SIGABRT]
     if not ended or have_own_errors(evidence.ranks):
         return None
     waits = awaited_by(evidence.ranks)
