@@ -129,12 +129,11 @@ class _Drawing:
         """Draw the arrow to the next question, with the answer that leads there; faint if it was not taken."""
         kind = "answer" if answer is not None else "answer unasked"
         stroke = "var(--ink)" if answer is not None else "var(--line)"
-        x = WIDTH // 2
-        self.parts.append(tag("path", d=f"M{x} {self.y} V{self.y + GAP - 6}", stroke=stroke, marker_end="url(#way)"))
-        text = answer or ""
-        shown = text if len(text) <= ANSWER else f"{text[: ANSWER - 1].rstrip()}…"
-        self.parts.append(tag("text", shown, tag("title", text), x=x + 10, y=self.y + GAP // 2 + 3, class_=kind))
-        self.y += GAP
+        x, lines = WIDTH // 2, textwrap.wrap(answer or "", ANSWER)[:4] or [""]
+        height = GAP + (len(lines) - 1) * LINE
+        self.parts.append(tag("path", d=f"M{x} {self.y} V{self.y + height - 6}", stroke=stroke, marker_end="url(#way)"))
+        self._text(lines, x + 10, self.y + GAP // 2 + 3, kind)
+        self.y += height
 
     def svg(self, label: str) -> Markup:
         """Return the whole drawing."""

@@ -15,7 +15,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.decision_tree import way
 from pytest_nsa.report.failure import anchor, failure, outcome_tag
-from pytest_nsa.report.lanes import PHASES, lanes
+from pytest_nsa.report.lanes import lanes
 from pytest_nsa.report.last_green import Green
 from pytest_nsa.report.markup import Markup, document, file, row, table, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
@@ -114,12 +114,6 @@ def _counts(entries: list[Entry]) -> Iterator[Markup]:
 def _failures(
     run: Path, failed: list[Entry], evidence: dict[str, Evidence], greens: Mapping[str, Green]
 ) -> Iterator[Markup]:
-    key = [tag("span", tag("i", style=f"background:var(--{p})"), p) for p in PHASES[:-1]]
-    key += [
-        tag("span", "ticks: collectives, joined between ranks, red where ranks differ"),
-        tag("span", "striped: stalled"),
-    ]
-    key += [tag("span", "◀ and red line: the culprit, when it last moved"), tag("span", "arrows: who waits for whom")]
     first: dict[tuple[object, ...], str] = {}  # the first test of each outcome, cause, ranks and line
     for entry in failed[:DETAILED]:
         v = entry.verdict
@@ -142,8 +136,6 @@ def _failures(
             )
     if len(failed) > DETAILED:
         yield tag("p", f"{len(failed) - DETAILED} more failures are in the table below, with their folders.")
-    if failed:
-        yield tag("p", *key, class_="key quiet")
 
 
 def _decision(decision: Decision) -> Markup | None:

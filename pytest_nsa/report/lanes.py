@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.report.calls import Column, columns_of, is_whole, waits_for
 from pytest_nsa.report.markup import Markup, tag
-from pytest_nsa.report.perfetto import phase_spans
+from pytest_nsa.report.perfetto import first_seen, phase_spans
 from pytest_nsa.report.terminal import number_ranks, short_place
 
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
@@ -44,10 +45,11 @@ class Axis:
 
 
 def axis_of(evidence: Evidence) -> Axis:
-    """Return the axis of a test: from its first heartbeat to its last sign of life; a long start is folded."""
+    """Return the axis of a test: from its first call or heartbeat to its last sign of life; a long start is folded."""
     beats = [b["time"] for r in evidence.ranks for b in r.heartbeats]
     ends = [*beats, evidence.stop_time, *(r.exit_time for r in evidence.ranks)]
-    begin = min(beats, default=evidence.started)
+    seen = min(map(first_seen, evidence.ranks), default=math.inf)
+    begin = evidence.started if math.isinf(seen) else seen
     end = max(max(ends, default=begin), begin + 1e-3)
     firsts = [b["time"] for r in evidence.ranks for b in r.heartbeats if b["phase"] not in ("start", "body", "done")]
     firsts += [c.entered for r in evidence.ranks for c in r.collectives if c.entered > begin]
@@ -82,7 +84,18 @@ def lanes(evidence: Evidence, culprits: Sequence[int]) -> Markup:
         "svg", _DEFINITIONS, *parts, viewBox=f"0 0 {LEFT + WIDTH + RIGHT} {whole}", role="img", aria_label=label,
         class_="lanes" if count <= 8 else "lanes many",
     )  # fmt: skip
-    return tag("div", drawing, *_in_words(waits), class_="zoomable", tabindex=0)
+    return tag("div", drawing, *_in_words(waits), _legend(evidence, axis), class_="zoomable", tabindex=0)
+
+
+def _legend(evidence: Evidence, axis: Axis) -> Markup:
+    """Return what the colours and marks of the drawing mean."""
+    drawn = {phase for rank in evidence.ranks for _, _, phase, _ in _spans(rank, evidence, axis.end)}
+    colours = [tag("span", tag("i", style=f"background:var(--{p})"), p) for p in PHASES if p in drawn]
+    marks = (
+        "ticks: collectives, joined between ranks, red where ranks differ", "striped: stalled",
+        "◀ and red line: the culprit, when it last moved", "arrows: who waits for whom",
+    )  # fmt: skip
+    return tag("p", *colours, *(tag("span", mark) for mark in marks), class_="key quiet")
 
 
 _DEFINITIONS = tag(
@@ -127,7 +140,7 @@ def _lane(
         if width > 300 and height > 20:
             yield tag("text", place[:110], x=x + 24, y=y + 17, class_="place")
     if is_culprit:
-        x = axis.x(rank.exit_time if rank.signal and not rank.by_us else moved or axis.end)
+        x = axis.x(rank.exit_time if rank.fatal_signal else moved or axis.end)
         yield tag("path", d=f"M{x:.1f} {y - 3:.1f} v{height + 6:.1f}", stroke="var(--FAIL)", stroke_width=3)
 
 

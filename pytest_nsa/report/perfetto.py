@@ -70,13 +70,23 @@ def _slice(pid: int, tid: int, name: str, start: float, duration: float, facts: 
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, **times, "args": facts}
 
 
+def first_seen(rank: RankEvidence) -> float:
+    """Return when the heartbeat wrote its first line, or the rank entered its first call, if that was before; infinity if never."""
+    calls = (c.entered for c in rank.collectives if c.sequence == 1 and c.entered)
+    return min((*(b["time"] for b in rank.heartbeats[:1]), *calls), default=float("inf"))
+
+
 def phase_spans(rank: RankEvidence, end: float) -> Iterator[tuple[float, float, str, int]]:
-    """Yield (start, stop, phase, step) of consecutive phases, from the heartbeat's lines; the last one lasts until ``end``."""
+    """Yield (start, stop, phase, step) of consecutive phases, from the heartbeat's lines; the last one lasts until ``end``.
+
+    The first one begins where the rank was first seen.
+    """
     current: tuple[float, str, int] | None = None
     for beat in rank.heartbeats:
-        if current is None or (beat["phase"], beat["step"]) != current[1:]:
-            if current is not None:
-                yield current[0], beat["time"], current[1], current[2]
+        if current is None:  # of a short test the last phase may be the only one that was written
+            current = (first_seen(rank), "body" if beat["phase"] == "done" else beat["phase"], beat["step"])
+        if (beat["phase"], beat["step"]) != current[1:]:
+            yield current[0], beat["time"], current[1], current[2]
             current = (beat["time"], beat["phase"], beat["step"])
     if current is not None and current[1] != "done":
         yield current[0], max(end, current[0]), current[1], current[2]

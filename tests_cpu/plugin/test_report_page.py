@@ -40,6 +40,7 @@ def test_cycle(group):
 @world_size(2)
 def test_hostile(group):
     print("</script><b>out</b>")
+    dist.barrier()
     assert group.rank == 0, "</script><script>document.title = 'owned'</script>"
 
 @pytest.mark.parametrize("n", range(3))
@@ -101,6 +102,15 @@ def test_arrows_lead_from_who_waits_to_who_is_waited_for(page: str) -> None:
     titles = re.findall(r"<title>(rank \d+ waits for rank \d+)</title>", article(page, "test_cycle"))
     assert sorted(titles) == ["rank 0 waits for rank 1", "rank 1 waits for rank 0"]
     assert "Ranks 0-6, 8-11 wait for rank 7." in article(page, "test_one_of_many")
+
+
+def test_lanes_begin_with_the_first_call_and_are_explained(page: str) -> None:
+    text = article(page, "test_hostile")
+    starts = {int(r): float(x) for r, x in re.findall(r'<g data-lane="(\d)"><rect x="([\d.]+)"', text)}
+    calls = {int(r): float(x) for x, r in re.findall(r'<path d="M([\d.]+) [^>]*><title>rank (\d): barrier', text)}
+    assert set(calls) == {0, 1}
+    assert all(starts[rank] <= x + 0.1 for rank, x in calls.items())
+    assert '<i style="background:var(--body)"></i>body</span>' in text
 
 
 def test_nothing_of_a_test_acts_on_the_page(page: str) -> None:
