@@ -140,6 +140,22 @@ def test_a_trace_for_each_step_compiles_nothing_again() -> None:
             trace.close()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_the_compiler_compiles_no_code_of_a_trace() -> None:
+    torch._dynamo.reset()
+    model, compiled_in = Detached(), set[str]()
+    trace = ModuleBackwardTrace(model)
+    trace.reset(1)
+    hook = torch._dynamo.convert_frame.register_bytecode_hook(lambda code, _: compiled_in.add(code.co_filename))
+    try:
+        torch.compile(model, backend="eager")(torch.ones(1, 4)).sum().backward()
+    finally:
+        hook.remove()
+    trace.close()
+    assert compiled_in, "the model's code"
+    assert [file for file in compiled_in if file.endswith(("/calls/compiled.py", "/module_backward.py"))] == []
+
+
 def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
     board = Board(tmp_path / "board.bin", rank=3, world_size=4)
     board.begin_forward()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,9 +24,22 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
         __tracebackhide__ = True
         if not hidden and "torch._dynamo" in sys.modules:
             hidden.append(torch.compiler.disable(function))
-            with contextlib.suppress(AttributeError):  # nor is this frame to be compiled, once for each function
-                torch._C._dynamo.eval_frame.skip_code(called.__code__)  # type: ignore[attr-defined]
         return (hidden[0] if hidden else function)(*args, **kwargs)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _run_uncompiled(called.__code__)  # type: ignore[attr-defined]
     return called
+
+
+def _run_uncompiled(code: CodeType) -> None:
+    """Keep the compiler from a function that compiled code calls at run time: it would compile that as a graph of its caller's.
+
+    What `torch._dynamo.eval_frame.skip_code` does, without the import of the compiler.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # a torch that names them differently
+        if hasattr(frames, "skip_code"):  # torch 2.6
+            frames.skip_code(code)
+        else:
+            strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+            frames.set_code_exec_strategy(code, strategy)
