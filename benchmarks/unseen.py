@@ -3,7 +3,7 @@
 benchmarks/results/unseen.jsonl has a line per set, written by hand once its files had run. `cause_and_ranks`, `ranks` and `line`
 count the faults of which these were right at first, `lines` those that have a line, `end_...` the same by later rules. Of `healthy`
 programs some were `ended` (a false verdict) or `announced`. A field that was not counted is absent. `python benchmarks/unseen.py`
-writes the table of docs/benchmarks.md.
+writes the table of docs/benchmarks_diagnosis.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "benchmarks_diagnosis.md"
 RESULTS = ROOT / "benchmarks" / "results" / "unseen.jsonl"
 START, END = "<!-- unseen -->\n", "<!-- end of unseen -->"
 Rows = Sequence[dict[str, Any]]
@@ -62,7 +62,7 @@ def _share(rows: Rows, right: str, of: str) -> str:
 
 
 def page_with(text: str) -> str:
-    """Return docs/benchmarks.md with the table of the sets in its place."""
+    """Return docs/benchmarks_diagnosis.md with the table of the sets in its place."""
     before, _, rest = text.partition(START)
     return before + START + table(sets()) + END + rest.partition(END)[2]
 

@@ -21,7 +21,7 @@ from nsa.kernels.reference import compressed
 
 __all__ = ["compressed", "dense", "dense_kernel", "select", "selected", "sliding"]
 
-# From Hopper on cuDNN's attention takes half of flash attention's time (docs/benchmarks.md); torch's own order has flash first.
+# From Hopper on cuDNN's attention takes half of flash attention's time (docs/benchmarks_nsa.md); torch's own order has flash first.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip

@@ -8,20 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.evidence import waiting
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, OTHER_WORLD, BoardSnapshot, Collective
 from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
-from pytest_nsa.evidence.waiting import (
-    SLEEPS,
-    computes,
-    has_a_time_limit,
-    in_recorded_call,
-    is_at_a_lock,
-    torch_wait,
-    waits_for_a_key,
-    waits_for_a_result,
-)
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
@@ -242,16 +233,16 @@ class RankEvidence:
 
     def _is_at_work(self, thread: ThreadStack) -> bool:
         at = thread.user_frame
-        if torch_wait(thread.frames):
+        if waiting.torch_wait(thread.frames):
             return False
         if at is None and not thread.runs_a_call:
             return thread.runs_a_loop
-        if at is not None and (thread.waits_for_a_process or has_a_time_limit(self.sources.line(at.file, at.line))):
+        if at is not None and (thread.waits_for_a_process or waiting.has_a_time_limit(self._line(thread))):
             return True
         frame = thread.frames[0]
         line = self.sources.line(frame.file, frame.line) if frame.is_user else ""
         # At a lock in Python code, or in C code called by a user's line: a `with` that has called no Python enters a lock.
-        at_a_lock = frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)
+        at_a_lock = frame.function == "acquire" or line.startswith("with ") or waiting.is_at_a_lock(line)
         return thread.runs_a_loop or not (thread.waits_for_work or at_a_lock)
 
     @property
@@ -280,12 +271,14 @@ class RankEvidence:
             return board is not None and (board.blocked is not None if silent else bool(board.inside))
         if board is not None and board.inside and self._is_in_one_call_on_a_device:
             return True
-        if computes(self.process):
+        if waiting.computes(self.process):
             return False
-        if not torch_wait(stack.frames):
-            waits = board is not None and bool(board.inside) and waits_for_a_result(stack.frames, self._line(stack))
-            return waits and self.process.get("wchan") not in SLEEPS
-        return board is None or board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)
+        if not waiting.torch_wait(stack.frames):
+            waits = waiting.waits_for_a_result(stack.frames, self._line(stack))
+            return bool(board and board.inside) and waits and self.process.get("wchan") not in waiting.SLEEPS
+        if board is None or board.blocked is not None:
+            return True
+        return not stack.is_main or not waiting.in_recorded_call(stack.frames)
 
     @property
     def _is_in_one_call_on_a_device(self) -> bool:
@@ -299,7 +292,7 @@ class RankEvidence:
     def waits_for_a_key(self) -> bool:
         """Whether the rank waits for a key of a store: in a call that waits, or by polling."""
         stack = thread_that_shows(self.threads)
-        if stack is not None and waits_for_a_key(stack.frames, self._line(stack)):  # a store of files is polled
+        if stack is not None and waiting.waits_for_a_key(stack.frames, self._line(stack)):  # a store of files is polled
             return True
         n = self.board.numbers if self.board is not None else {}
         looked, since = n.get("polled_time", 0.0), n.get("polled_from", 0.0)
