@@ -13,7 +13,6 @@ from pytest_nsa.diagnosis.explain.program import (
     Position,
     are_exclusive,
     compare,
-    is_called_back,
     is_in_loop_below,
     position_of,
 )
@@ -148,18 +147,6 @@ class Contrast:
         sources, pairs = self.evidence.sources, ((self.call.site, self.other_call.site), self.parted)
         are = any(are_exclusive(sources.around(one), sources.around(other)) for one, other in pairs)
         return self.call.way != self.other_call.way and are
-
-    @property
-    def is_called_back(self) -> bool:
-        """Whether a library or the interpreter called the function that the rank is in: a hook, a handler, a finalizer."""
-        parted = self.compared.parted
-        return bool(parted) and is_called_back(self.rank, parted[0].place)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the rank has left the line at which the two stacks diverge, as far as it left a stack."""
-        stack, places = self.rank.last_stack, [frame.place for frame in self.compared.parted[:1]]
-        return stack is not None and bool(places) and all(frame.describe() not in places for frame in stack.frames)
 
     @property
     def is_stranger(self) -> bool:

@@ -25,7 +25,6 @@ ODD_BITS = 2.0  # excess surprise that makes a rank's call odd
 
 Ranks = tuple[int, ...]
 Calls = Mapping[int, Collective]  # by rank, the call that it is in
-Makers = dict[tuple[str, int], set[int]]  # by place of a call, the ranks that made it
 
 
 class Edit(enum.Enum):
@@ -107,7 +106,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     """Return the edits that would explain ``entered``: ranks in different calls at one place of a sequence, or waiting
     at several places.
     """
-    sides, made = _sides(entered), _made_by(evidence, entered)
+    sides = _sides(entered)
     places = {c.place for c in entered.values()}
     pairs = (
         _sides_at_one_place(evidence, entered, sides)
@@ -121,14 +120,14 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
             continue
         contrast = contrasts.between(*_closest(evidence, entered, ranks, others))
         values = values_of(contrast, Sizes(len(ranks), len(others), len(sides)))
-        values |= _others_there(made, ranks, entered)
+        values |= _others_there(ranks, entered)
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
     # Such a rank made no collective in place of this one.
     if not all(map(is_collective, entered.values())):
         of_calls = [c for c in found.values() if c.is_of_a_collective]
-        return [*of_calls, *_of_messages(evidence, entered, made), *_of_keys(evidence, entered, sides)]
+        return [*of_calls, *_of_messages(evidence, entered), *_of_keys(evidence, entered, sides)]
     if found:
         contrast = next(iter(found.values())).contrast
         sizes = Sizes(len(sides[0]), len(everybody) - len(sides[0]), len(sides))
@@ -195,7 +194,7 @@ def _sides_in_waits(
     yield (Edit.SKIP,), tuple(r for r in odd if r in missing), usual
 
 
-def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candidate]:
+def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
     """Return the edits that would explain unpaired sends and receives: of each waiting rank, of each peer, and of all
     ranks in the same position.
     """
@@ -218,7 +217,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
         if not is_for_all:
             values |= position_values(contrast)
         values |= Sizes(len(named), len(evidence.ranks) - len(named), sides).values()
-        values |= _others_there(made, named, entered)
+        values |= _others_there(named, entered)
         others = tuple(r for r in sorted(entered) if r not in named)
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, owed)
 
@@ -286,26 +285,11 @@ def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list
     return list(found.values())
 
 
-def _made_by(evidence: Evidence, entered: Calls) -> Makers:
-    """Return, by the place of each call in ``entered``, the ranks that made it."""
-    found: Makers = {c.place: set() for c in entered.values()}
-    for rank, ring in rings(evidence).items():
-        for c in ring:
-            if rank in entered and c.place in found:
-                found[c.place].add(rank)
-    return found
-
-
-def _others_there(made: Makers, ranks: Ranks, entered: Calls) -> dict[str, float]:
-    """Return the terms on other ranks that are in the call of ``ranks`` by the same lines, or made it and went on."""
-    call, named = entered[ranks[0]], set(ranks)
-    if call.op == END:
-        return {}
-    found = {
-        "others there": any(c.lines == call.lines for rank, c in entered.items() if rank not in named),
-        "others went on": call.peer == -1 and not made[call.place] <= named,
-    }
-    return {name: 1.0 for name, holds in found.items() if holds}
+def _others_there(ranks: Ranks, entered: Calls) -> dict[str, float]:
+    """Return the term that other ranks are in the call of ``ranks`` by the same lines."""
+    call = entered[ranks[0]]
+    others = (c for rank, c in entered.items() if rank not in ranks)
+    return {"others there": 1.0} if call.op != END and any(c.lines == call.lines for c in others) else {}
 
 
 def _representative(evidence: Evidence, ranks: Ranks) -> int:

@@ -46,9 +46,7 @@ MESSAGE: tuple[Term, ...] = (
     Term("all new half", "exchanges a message at a line at which no rank did before", True,
          lambda o: sum(map(len, o.messages.at_line[line_of(o.call)].values())) == 1),
     Term("surprise of half", "waits for a message that its earlier rounds do not predict", True, lambda o: share(o.bits_of_call())),
-    Term("odd tag", "has another tag than the other ranks had at this line", True, lambda o: o.has_odd_tag),
     Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
-    Term("sends", "sends", True, lambda o: o.call.is_send),
     Term("once more", "came to this line more often than each other rank that came there", True, _is_once_more),
     Term("fewer answers", "made fewer matching calls than each other rank at that line", False, _has_fewer_answers),
     Term("another tag", "waits in the matching call with another tag", False,
@@ -61,8 +59,6 @@ MESSAGE: tuple[Term, ...] = (
          lambda o: (1 - share(o.bits_of_answer())) * (1 - share(o.bits_after_answer()))),
     Term("made its half", "exchanged messages at these lines as often as the rank that waits for it, with others", False,
          lambda o: o.entered_as_often),
-    Term("several wait", "is waited for by several ranks", False, lambda o: len(o.messages.waiters[o.peer]) > 1),
-    Term("end of chain", "is where the chain of waiting ranks ends", False, lambda o: o.peer in o.messages.ends),
 )  # fmt: skip
 
 

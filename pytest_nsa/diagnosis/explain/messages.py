@@ -213,12 +213,3 @@ class Owed:
         opposite = [made for (sends, _), made in at_line.items() if sends != self.call.is_send and self.waiter in made]
         answers = sum(len(made.get(self.peer, ())) for made in opposite)
         return theirs >= tried and answers >= tried
-
-    @property
-    def has_odd_tag(self) -> bool:
-        """Whether the other ranks, at the same count of this line, all used one tag, and the waiter used another."""
-        if self.messages.has_lost_calls:
-            return False
-        place, at_line = len(self.own), self.messages.at_line[line_of(self.call)]
-        tags = {calls[place].note for rank, calls in at_line.items() if rank != self.waiter and len(calls) > place}
-        return len(tags) == 1 and self.call.note not in tags

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import enum
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,52 +103,6 @@ def _position_from_stack(rank: RankEvidence) -> Position:
             del counted[: at + 1]
         found.append(Frame(place, values))
     return tuple(found)
-
-
-# Functions that call the user's code once, at the line that calls them.
-_PLAIN_CALLERS = (
-    "torch/nn/modules/module.py", "/contextlib.py", "/functools.py", "torch/utils/_contextlib.py", "torch/autograd/function.py",
-)  # fmt: skip
-
-
-def is_called_back(rank: RankEvidence, place: str) -> bool:
-    """Return whether a library or the interpreter called the function that a rank is in, below the line ``place``: a
-    hook, a signal handler, a finalizer. The line around such a call does not give its position in the program.
-    """
-    stack = rank.last_stack
-    frames = [f for f in (stack.frames if stack is not None else ()) if not f.is_ours]
-    last = next((i for i, frame in enumerate(frames) if frame.describe() == place), 0)  # 0: it has left the line
-    first = next((i for i, frame in enumerate(frames) if frame.is_user), 0)
-    between = [f for f in frames[first:last] if not f.is_user]
-    if any(not any(part in f.file for part in _PLAIN_CALLERS) for f in between):
-        return True
-    return any(
-        inner.is_user and outer.is_user and inner.function.isidentifier() and not inner.function.startswith("__")
-        and not _may_call(rank.sources, outer.describe(), inner.function)
-        for inner, outer in itertools.pairwise(frames[first : last + 1])
-    )  # fmt: skip
-
-
-# Calls by which a program registers a function that may be called at any line.
-_REGISTERS = r"(signal\.signal|add_signal_handler|atexit\.register|weakref\.finalize)\([^\n]*\b{name}\b"
-
-
-def _may_call(sources: Sources, place: str, function: str) -> bool:
-    """Return whether the statement of a line may call a function directly: it contains a call, and the program does not
-    register the function anywhere. True where the source was not kept.
-    """
-    found = sources.around(place)
-    registers = re.compile(_REGISTERS.format(name=re.escape(function)))
-    if any(registers.search(snippet.text) for snippet in sources.snippets):
-        return function in ast.unparse(found[-1]) if found else False
-    if not found:
-        return True
-    own = [
-        n
-        for n in ast.walk(found[-1])
-        if isinstance(n, ast.Call | ast.With | ast.For | ast.Attribute | ast.Subscript | ast.BinOp)
-    ]
-    return bool(own) or function in ast.unparse(found[-1])
 
 
 def compare(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.conditions import Path
 from pytest_nsa.diagnosis.explain.contrast import Contrast
-from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import share, token
 
@@ -79,9 +78,6 @@ OWN: tuple[Term, ...] = (
     Term("not excluded", "is let through by a condition that excludes other ranks", _path(Path.EXCLUDES)),
     Term("on data", "is under a condition on data, not on the rank", _path(Path.DATA)),
     Term("unless data", "is at a call that a condition on data, not on the rank, can skip", _path(Path.NOT_DATA)),
-    Term("called back", "is in a function that a library or the interpreter called", lambda c: c.is_called_back),
-    Term("moved", "has gone on since", lambda c: c.has_moved),
-    Term("recomputed", "recomputes a checkpointed forward", lambda c: recomputes(c.rank)),
     Term("backward", "is in a backward", lambda c: c.call.phase == "backward"),
     Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
     Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
@@ -123,7 +119,7 @@ SHARED: tuple[Term, ...] = (
 
 
 _ALONE = ("ahead, counted", "behind, counted", "ahead by lines", "behind by lines", "left", "in a loop", "exclusive")
-_OF_A_SIDE = ("selected", "not excluded", "on data", "unless data", "recomputed", "backward", "called back", "moved")
+_OF_A_SIDE = ("selected", "not excluded", "on data", "unless data", "backward")
 
 
 def position_values(contrast: Contrast) -> dict[str, float]:
