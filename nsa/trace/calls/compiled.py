@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,9 +24,19 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
         __tracebackhide__ = True
         if not hidden and "torch._dynamo" in sys.modules:
             hidden.append(torch.compiler.disable(function))
-            with contextlib.suppress(AttributeError):  # nor is this frame to be compiled, once for each function
-                torch._C._dynamo.eval_frame.skip_code(called.__code__)  # type: ignore[attr-defined]
         return (hidden[0] if hidden else function)(*args, **kwargs)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _leave_uncompiled(called.__code__)  # type: ignore[attr-defined]  # not as it is called: the compiler has seen the frame by then
     return called
+
+
+def _leave_uncompiled(code: CodeType) -> None:
+    """Have the compiler skip frames of ``code``, without importing it; no-op where torch has neither way."""
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):
+        if hasattr(frames, "skip_code"):  # torch 2.6
+            frames.skip_code(code)
+        else:
+            action = frames._FrameAction
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
