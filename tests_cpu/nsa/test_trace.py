@@ -131,9 +131,12 @@ def test_each_backward_of_a_graph_is_traced_and_through_a_dataclass(lines: pytes
 def test_a_trace_for_each_step_compiles_nothing_again() -> None:
     model = Detached()
     compiled = torch.compile(model, backend="aot_eager")
-    # The second names are those of torch 2.6.
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    with torch._dynamo.config.patch({limit: 2, f"fail_on_{limit}_hit": True}):
+    new, old = (
+        {"recompile_limit": 2, "fail_on_recompile_limit_hit": True},
+        {"cache_size_limit": 2, "fail_on_cache_limit_hit": True},
+    )
+    limits = new if hasattr(torch._dynamo.config, "recompile_limit") else old  # the old ones are those of torch 2.6
+    with torch._dynamo.config.patch(limits):
         for step in range(5):
             trace = ModuleBackwardTrace(model)
             trace.reset(step)
