@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from nsa import train
 from nsa.trace.board import RING_SIZE, Board
 from nsa.trace.calls.arguments import in_runs, keys_of_call
 from nsa.trace.frames import CALLERS, call_path
@@ -143,6 +144,17 @@ def test_a_trace_for_each_step_compiles_nothing_again() -> None:
             compiled(torch.ones(1, 4)).sum().backward()
             assert trace.not_reached() == ["layers.1"]
             trace.close()
+
+
+def test_a_training_leaves_the_logger_as_it_was(tmp_path: Path) -> None:
+    """A process that trains, or is refused, goes on to log what its own traces find."""
+    log = logging.getLogger("nsa.trace")
+    before = log.level, log.propagate, list(log.handlers)
+    arguments = ["--config", "configs/tiny_cpu.yaml", "--steps", "1", "--out", str(tmp_path / "out")]
+    assert train.main(arguments) == 0
+    assert (log.level, log.propagate, log.handlers) == before
+    assert train.main([*arguments, "--set", "model.backend=flash"]) == 2
+    assert (log.level, log.propagate, log.handlers) == before
 
 
 def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
