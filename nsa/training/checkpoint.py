@@ -263,7 +263,7 @@ def read(path: Path, state: dict[str, Any]) -> None:
 
 
 def _ignore_single_process_warning() -> None:
-    """Ignore torch's warning at every save and load of a single process, and one of torch 2.6 of its own code."""
+    """Ignore torch's warning at every save and load of a single process, and one that torch 2.6 gives of its code."""
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled, )?unavailable or uninitialized")
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch.distributed.checkpoint")
 

@@ -216,7 +216,7 @@ def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
 
 @contextlib.contextmanager
 def traces_logged(folder: Path, rank: int) -> Iterator[None]:
-    """Send what `nsa.trace` logs meanwhile to stdout and to traces.log, instead of to the process's other handlers.
+    """Send what `nsa.trace` logs while the body runs to stdout and traces.log, not to the handlers of the process.
 
     From ranks above 0 these get only the buckets and the warnings, with the rank, such as a gradient that is missing on one rank.
     traces_rankN.log has all that such a rank logs.
