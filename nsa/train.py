@@ -195,7 +195,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
 
     from nsa.data.loader import Loader
     from nsa.training.parallel import RankInfo, choose_backend, choose_device
-    from nsa.training.run import NotFiniteError, Run
+    from nsa.training.run import NotFiniteError, Run, traces_logged
 
     device = choose_device(config.train.device, local_rank)
     backend = choose_backend(config.parallel.backend, device, world_size)
@@ -212,7 +212,9 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         is_both = backend == "nccl" and config.checkpoint.asynchronous
         _join("cpu:gloo,cuda:nccl" if is_both else backend, world_size)
     try:
-        return Run(config, info, loader, _folder(arguments.out, info), resumed).steps()
+        folder = _folder(arguments.out, info)
+        with traces_logged(folder, rank):
+            return Run(config, info, loader, folder, resumed).steps()
     except NotFiniteError as error:  # of all ranks: one speaks
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)

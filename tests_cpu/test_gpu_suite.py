@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.kernels.triton import support
 from tests_cpu.plan.scenarios import TABLE
 from tests_cpu.warm import WarmPython
 
@@ -31,9 +32,11 @@ def test_every_scenario_is_listed(warm: WarmPython) -> None:
 def test_they_are_skipped_for_one_reason(warm: WarmPython, tmp_path: Path) -> None:
     text = run(warm, "tests_gpu", "-m", "gpu", "-rs", "--artifacts", str(tmp_path / "evidence"))
     reasons = [line for line in text.splitlines() if line.startswith("SKIPPED")]
+    if support.is_installed("triton") and support.triton_version() < support.MIN_TRITON:  # that of torch 2.6
+        reasons = [line for line in reasons if "module 'triton' has __version__" not in line]
     assert len(reasons) == 1
     # Left out by -m gpu are only those of more than 100 steps.
-    listed = re.search(r"collected \d+ items / (\d+) deselected / (\d+) selected\n", text)
+    listed = re.search(r"collected \d+ items / (\d+) deselected (?:/ \d+ skipped )?/ (\d+) selected\n", text)
     assert listed is not None
     assert int(listed[1]) == sum(row.steps > 100 for row in TABLE)
     assert reasons[0].startswith(f"SKIPPED [{listed[2]}]")

@@ -80,7 +80,7 @@ def _whole_on_cpu(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float, ends: Sequence[int] | None,
     listener: Listener | None,
 ) -> torch.Tensor:  # fmt: skip
-    y, chosen = attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), **sizes._asdict(), scale=scale)
+    y, chosen = attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), **sizes.by_name(), scale=scale)
     if listener is not None:
         listener(chosen)
     return y
@@ -91,7 +91,7 @@ def _whole_on_gpu(
     listener: Listener | None,
 ) -> torch.Tensor:  # fmt: skip
     cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cpu")
-    y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, **sizes._asdict(), scale=scale)
+    y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, **sizes.by_name(), scale=scale)
     if listener is not None:
         if ends is None:
             listener(selection_mask(picks, blocks.num_selection(q.shape[1], sizes.l_sel)).unflatten(0, q.shape[:2]))

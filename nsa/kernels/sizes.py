@@ -16,6 +16,10 @@ class Sizes(NamedTuple):
     n_sel: int
     w: int
 
+    def by_name(self) -> dict[str, int]:
+        """Return them as keyword arguments: torch 2.6 compiles this, and `_asdict` breaks its graph."""
+        return {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w}
+
 
 class KV(NamedTuple):
     """Keys [B, N, G, Dk] and values [B, N, G, Dv] of a branch."""

@@ -263,8 +263,9 @@ def read(path: Path, state: dict[str, Any]) -> None:
 
 
 def _ignore_single_process_warning() -> None:
-    """Ignore torch's warning at every save and load of a single process."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    """Ignore torch's warning at every save and load of a single process, and one that torch 2.6 gives of its code."""
+    warnings.filterwarnings("ignore", message="torch.distributed is (disabled, )?unavailable or uninitialized")
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch.distributed.checkpoint")
 
 
 def _random_state(rank: int) -> dict[str, torch.Tensor]:

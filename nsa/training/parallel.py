@@ -167,6 +167,11 @@ def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) ->
     )
 
 
+def has_fsdp2(device: torch.device) -> bool:
+    """Return whether this torch's FSDP2 runs on ``device``: that of torch 2.6 needs events, which its CPU streams lack."""
+    return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
+
+
 def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
     """Shard ``model``: each block a unit, and the rest one. FSDP2 in place, FSDP1 as a wrapper on request."""
     if options.fsdp_version == 1:
@@ -174,7 +179,7 @@ def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+    if not has_fsdp2(device):
         raise ConfigError(f"FSDP2 of torch {torch.__version__} does not run on CPU; set parallel.fsdp_version: 1")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     settings: dict[str, Any] = {"mesh": mesh}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -43,7 +45,6 @@ class Run:
     def __init__(self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None) -> None:
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
         self._bar: tqdm[NoReturn] | None = None
-        self._handlers = _listen_to_traces(folder, ranks.rank)
         served = _attention_of(config, ranks.device)  # on each rank: one that cannot be served is refused on all
         if ranks.rank == 0:
             write_environment(folder / "env.json", attention=served)
@@ -63,7 +64,7 @@ class Run:
             try:
                 load(resumed, config, self.trainer.model, self.trainer.optimizer, ranks.rank)
             except BaseException as error:
-                self._end_traces(error)
+                self.traces.end(error)
                 raise
             self.trainer.steps_done = describe(resumed).step
             self.log(f"resumed from {resumed} after step {self.trainer.steps_done}")
@@ -101,15 +102,9 @@ class Run:
                 self._bar.close()
             signal.signal(signal.SIGTERM, before)
             self.watchdog.close()
-            self._end_traces(sys.exception())
+            self.traces.end(sys.exception())
             if self.metrics is not None:
                 self.metrics.close()
-
-    def _end_traces(self, error: BaseException | None) -> None:
-        self.traces.end(error)
-        for handler in self._handlers:
-            logging.getLogger("nsa.trace").removeHandler(handler)
-            handler.close()
 
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
@@ -219,13 +214,15 @@ def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
         raise ConfigError(f"model.{error}") from None
 
 
-def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
-    """Send what `nsa.trace` logs to stdout and to traces.log; return the handlers.
+@contextlib.contextmanager
+def traces_logged(folder: Path, rank: int) -> Iterator[None]:
+    """Send what `nsa.trace` logs while the body runs to stdout and traces.log, not to the handlers of the process.
 
     From ranks above 0 these get only the buckets and the warnings, with the rank, such as a gradient that is missing on one rank.
     traces_rankN.log has all that such a rank logs.
     """
     trace_log = logging.getLogger("nsa.trace")
+    before = trace_log.level, trace_log.propagate
     trace_log.setLevel(logging.INFO)
     trace_log.propagate = False
     handlers: list[logging.Handler] = [
@@ -240,7 +237,14 @@ def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
         handlers.append(_TraceFile(folder / f"traces_rank{rank}.log", encoding="utf-8"))
     for handler in handlers:
         trace_log.addHandler(handler)
-    return handlers
+    try:
+        yield
+    finally:
+        trace_log.setLevel(before[0])
+        trace_log.propagate = before[1]
+        for handler in handlers:
+            trace_log.removeHandler(handler)
+            handler.close()
 
 
 def _names_its_rank(record: logging.LogRecord) -> bool:

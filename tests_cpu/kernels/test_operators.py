@@ -168,7 +168,15 @@ def count_nodes(root: object) -> int:
         if node is not None and node not in seen:
             seen.add(node)
             stack += [n for n, _ in node.next_functions]  # type: ignore[attr-defined]
-    return len(seen)
+    return sum(not slices_nothing(node) for node in seen)
+
+
+def slices_nothing(node: Any) -> bool:
+    """Return whether it is the slice ``:`` of a dimension, for which torch 2.6 has a node and later ones have none."""
+    if node.name() != "SliceBackward0":
+        return False
+    size = node._saved_self_sym_sizes[node._saved_dim]
+    return node._saved_start == 0 and node._saved_end >= size and node._saved_step == 1
 
 
 def test_the_graph_is_small_at_any_length() -> None:

@@ -27,6 +27,7 @@ from nsa.training.saved import damage, describe, find, refuse_other_data
 from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
+from tests_cpu.fsdp2 import needs_fsdp2
 from tests_cpu.namespaces import MOUNT, in_namespace
 from tests_cpu.warm import WarmPython
 
@@ -176,6 +177,7 @@ def full(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: v.detach().clone() for name, v in {**weights, **moments}.items() if isinstance(v, torch.Tensor)}
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("saved_by", ["fsdp", "ddp"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @world_size(2)
@@ -206,6 +208,7 @@ def test_another_parallelism_and_another_number_of_ranks(
         assert all(torch.equal(now[name], expected[name]) for name in expected)
 
 
+@needs_fsdp2
 @pytest.mark.slow
 def test_a_run_on_two_ranks_that_is_killed_and_resumed_continues_to_the_bit(warm: WarmPython, tmp_path: Path) -> None:
     small(tmp_path)

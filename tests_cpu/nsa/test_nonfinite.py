@@ -25,6 +25,7 @@ from nsa.training.trainer import StepResult, Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 from pytest_nsa.report.curves import curves
+from tests_cpu.fsdp2 import needs_fsdp2, that_run
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +110,7 @@ REST = ((True, "nan"), (False, "gradient"), (False, "inf"), (True, "inf"))
 def test_one_rank_s_odd_loss_changes_no_rank(group: Group, rank_tmp_path: Path, how: str, fused: bool) -> None:
     """Rank 1 has it in step 3, in the first micro-batch. No parameter and no moment changes; step 4 is as if 3 had not been."""
     ranks = RankInfo(rank=group.rank, world_size=2)
-    for way in WAYS:
+    for way in that_run(WAYS):
         config = load_config(small(rank_tmp_path), **way)
         found: dict[bool, list[StepResult]] = {}
         states: dict[bool, list[torch.Tensor]] = {}
@@ -159,7 +160,7 @@ def test_the_norm_of_gradients_is_the_same_however_ranks_share(group: Group, ran
     (batch,) = [next(batches(open_source(alone.config), Position(), 4, 0, 1))]
     alone.loss(batch).backward()
     wanted = torch.stack([p.grad.norm() for p in alone.module.parameters() if p.grad is not None]).norm().item()
-    for way in WAYS:
+    for way in that_run(WAYS):
         if "train.dtype" in way:
             continue
         accumulation = way.get("train.accumulation", 1)
@@ -176,7 +177,7 @@ def test_a_checkpoint_from_before_the_first_update(
 ) -> None:
     """Step 1 was skipped, so the optimizer has nothing to save: a run that goes on from there is the same to the bit."""
     ranks = RankInfo(rank=group.rank, world_size=2)
-    for number, way in enumerate(WAYS[:1] + WAYS[3:6:2]):  # ddp, and both versions of fsdp
+    for number, way in enumerate(that_run(WAYS[:1] + WAYS[3:6:2])):  # ddp, and both versions of fsdp
         config = load_config(small(rank_tmp_path), **way)
         trainers = [Trainer(config, ranks, rank_tmp_path) for _ in range(2)]
         for trainer in trainers if fused else ():
@@ -316,7 +317,7 @@ sys.exit(code)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
 def test_all_ranks_of_a_run_stop_alike(warm: WarmPython, tmp_path: Path, mode: str) -> None:
     """Under torchrun, rank 1 alone has NaN."""
     (tmp_path / "program.py").write_text(PROGRAM)

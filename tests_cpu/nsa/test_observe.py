@@ -194,6 +194,7 @@ import torch, torch._dynamo  # which remembers nn.Module.__call__ as it finds it
 from nsa.trace.session import installed
 session = installed()
 session.begin(".", 0, 1)
+torch._logging.set_logs(graph_breaks=True, recompiles=True)
 model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 1)))
 x = torch.randn(4, 3)
 assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
@@ -214,6 +215,8 @@ def test_a_compiled_model_keeps_one_graph_and_its_optimizer_is_seen(warm: WarmPy
     done = warm.call("-c", COMPILES, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
+    assert "Graph break" in done.stderr  # at the tracer that the optimizer calls
+    assert "calls/compiled.py" not in done.stderr  # but none in it, as it is not compiled
 
 
 def test_names_lose_wrappers_alone() -> None:

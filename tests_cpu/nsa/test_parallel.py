@@ -19,6 +19,7 @@ from nsa.training.saved import find
 from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
+from tests_cpu.fsdp2 import needs_fsdp2, that_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -91,7 +92,7 @@ def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: 
         {"parallel.mode": mode, **divided(2, accumulation), "train.gradient_checkpointing": checkpointing, **more}
         for mode, accumulation, checkpointing, more in WAYS[which]
     ]
-    for way in ways:
+    for way in that_run(ways):
         losses, trainer = train(configured(**way), ranks, artifacts)
         assert losses == pytest.approx(truth, rel=TOLERANCE), way
         if way.get("parallel.fsdp_version") == 1:
@@ -101,7 +102,10 @@ def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: 
             assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e} after {STEPS} steps, {way}"
 
 
-SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("ddp", "fsdp", "average")]
+SLOW_MODES = [
+    pytest.param(mode, marks=[pytest.mark.slow, *([needs_fsdp2] if mode == "fsdp" else [])])
+    for mode in ("ddp", "fsdp", "average")
+]
 
 
 @pytest.mark.parametrize("mode", SLOW_MODES)
@@ -126,6 +130,7 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     assert begun + rest == once
 
 
+@needs_fsdp2
 @world_size(2)
 @pytest.mark.timeout(60)
 def test_the_files_of_fsdp_have_its_name_and_the_dtypes_that_it_computes_in(group: Group, artifacts: Path) -> None:

@@ -6,9 +6,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from nsa.trace.stall.flight import dump_flight_recorder
 from nsa.trace.stall.stacks import as_dump, look
 from pytest_nsa.evidence.stacks import parse_dump
 
@@ -106,3 +110,18 @@ def test_a_look_stands_threads_that_come_and_go(rounds: int) -> None:
     done = subprocess.run([sys.executable, "-c", CALLBACKS, str(rounds)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.rpartition("looks: ")[2]) > 0
+
+
+@pytest.mark.parametrize("name", ["_dump_fr_trace_json", "_dump_nccl_trace_json"])
+def test_the_flight_recorder_has_another_name_in_torch_2_6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def dump(includeCollectives: bool, onlyActive: bool) -> bytes:
+        return b'{"entries": []}'
+
+    monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**{name: dump}))
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "100")
+    assert dump_flight_recorder(tmp_path / "flight_recorder.json")
+    assert (tmp_path / "flight_recorder.json").read_bytes() == b'{"entries": []}'
+    monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace())
+    assert not dump_flight_recorder(tmp_path / "none.json")

@@ -65,7 +65,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     from nsa.data import Position, batches, open_source
     from nsa.model.transformer import build_model
     from nsa.training.metrics import Metrics
-    from nsa.training.parallel import RankInfo
+    from nsa.training.parallel import RankInfo, has_fsdp2
     from nsa.training.trainer import Trainer
     from tests_cpu.plan import faults, health
     from tests_cpu.plan.resume import kill_and_resume
@@ -84,6 +84,9 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
         kill_and_resume(ROOT / "configs" / size.config, {**overrides, **changed, "train.log_every": 1}, group, folder)
         return
     ranks = RankInfo(rank=group.rank, world_size=group.world_size, device=torch.device(group.device))
+    uses_fsdp2 = config.parallel.mode == "fsdp" and config.parallel.fsdp_version == 2
+    if uses_fsdp2 and not has_fsdp2(ranks.device):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on CPU")
     torch.manual_seed(config.train.seed)
     model = build_model(config, ranks.device)
     skip_where_it_tells_nothing(row, group, model)

@@ -42,6 +42,7 @@ def test_one_rank_fails_before_a_collective(group, x):
 
 
 def test_hypothesis_draws_the_same_examples_and_shrinks_in_step(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("hypothesis", reason="the extra 'test' has it")
     result = run_example(pytester, HYPOTHESIS)
     assert result.outcomes == {"passed": 1, "failed": 2}
     folder = result.folder("test_same_examples")
@@ -57,6 +58,7 @@ def test_hypothesis_draws_the_same_examples_and_shrinks_in_step(pytester: pytest
 
 
 def test_hypothesis_drives_methods_too(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("hypothesis", reason="the extra 'test' has it")
     source = """
 from hypothesis import given, settings, strategies as st
 
@@ -89,6 +91,7 @@ def never():
     "arguments", [(), *(pytest.param(some, marks=pytest.mark.slow) for some in (("-n1",), ("--ranks-launch=cold",)))]
 )
 def test_coverage_counts_what_ranks_run(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    pytest.importorskip("pytest_cov", reason="the extra 'test' has it")
     (pytester.path / "covered.py").write_text(COVERED)
     source = "import covered\n@world_size(2)\ndef test_it(group): covered.on_ranks(group.rank)"
     result = run_example(pytester, source, "--cov=covered", "--cov-report=json", "-p", "xdist", *arguments)
@@ -100,6 +103,7 @@ def test_coverage_counts_what_ranks_run(pytester: pytest.Pytester, arguments: tu
 
 
 def test_a_rerun_gets_fresh_ranks(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    pytest.importorskip("pytest_rerunfailures", reason="the extra 'test' has it")
     source = f"""
 from pathlib import Path
 @pytest.mark.flaky(reruns=3)
@@ -118,6 +122,7 @@ def test_it(group):
 
 @pytest.mark.parametrize("arguments", [(), pytest.param(("-n2",), marks=pytest.mark.slow)])
 def test_randomly_gives_all_ranks_one_seed(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    pytest.importorskip("pytest_randomly", reason="the extra 'test' has it")
     source = """
 import random
 @pytest.mark.parametrize("n", range(4))

@@ -276,6 +276,7 @@ def test_exceptions_that_cannot_be_inherited_or_shown_have_their_verdict(pyteste
     def test_of_a_type(group):
         raise subprocess.CalledProcessError(1, "make")
     """
+    pytest.importorskip("pytest_rerunfailures", reason="the extra 'test' has it")
     result = run_example(pytester, source, "-p", "rerunfailures", "--reruns", "1", "--only-rerun", "AssertionError")
     assert result.outcomes == {"failed": 5, "xfailed": 1}
     assert {v.cause for name, v in result.verdicts.items() if "raises" in name} == {"assertion"}

@@ -17,10 +17,11 @@ LIMIT_S = 60  # of each test: none may need it
 
 # Workers that are kept for a class: one stalls, and the harness waits for its answer for ever. The subclass inherits them, dead.
 CONTINUOUS = """
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal import common_distributed as bases
 
+@pytest.mark.skipif(not hasattr(bases, "MultiProcContinuousTest"), reason="torch 2.6 has another base")
 @world_size(2, group=None)
-class TestBase(OnRanks, MultiProcContinuousTest):
+class TestBase(OnRanks, getattr(bases, "MultiProcContinuousTest", bases.MultiProcessTestCase)):
     @classmethod
     def backend_str(cls): return "gloo"
 
@@ -115,6 +116,10 @@ class Cases:
     result: ExampleResult
     junit: dict[str, str]
 
+    @property
+    def have_the_base(self) -> bool:
+        return "skipped" not in self.result.outcomes
+
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
@@ -140,10 +145,13 @@ EXPECTED = {
     "test_a_port_that_is_taken": ("network_unusable", (0,), "in test_a_port_that_is_taken"),
     "test_one_rank_raises": ("rank_exception", (1,), "in scale"),
 }
+OF_THE_BASE = [name for name in EXPECTED if name.startswith(("TestBase", "TestSubclass"))]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_it_ends_by_its_stall_with_rank_and_line(cases: Cases, name: str) -> None:
+    if name in OF_THE_BASE and not cases.have_the_base:
+        pytest.skip("this torch has no MultiProcContinuousTest")
     cause, ranks, place = EXPECTED[name]
     verdict = cases.result.verdicts[name]
     assert (verdict.cause, verdict.ranks) == (cause, ranks)
@@ -154,7 +162,10 @@ def test_it_ends_by_its_stall_with_rank_and_line(cases: Cases, name: str) -> Non
 
 def test_the_other_tests_results_stay(cases: Cases) -> None:
     # The classes: a, d of both, e; the pool: before and after; the ports: four.
-    assert cases.result.outcomes == {"passed": 11, "failed": len(EXPECTED)}
+    if cases.have_the_base:
+        assert cases.result.outcomes == {"passed": 11, "failed": len(EXPECTED)}
+    else:
+        assert cases.result.outcomes == {"passed": 6, "failed": len(EXPECTED) - len(OF_THE_BASE), "skipped": 9}
 
 
 def test_junit_has_the_traceback_of_the_rank(cases: Cases) -> None:

@@ -30,6 +30,8 @@ def test_expects_a_timeout_that_it_has_set(group, how):
     set_limit = getattr(dist.distributed_c10d, how, None)  # torch 2.15 has the second
     if set_limit is None:
         pytest.skip("another version of torch")
+    if not hasattr(dist.ProcessGroup, "set_timeout"):
+        pytest.skip("gloo of torch 2.6 keeps the time limit with which its group was made")
     set_limit(datetime.timedelta(seconds=4))
     with pytest.raises(RuntimeError):
         dist.broadcast(torch.ones(1), 1 - group.rank)

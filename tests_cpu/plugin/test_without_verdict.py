@@ -92,6 +92,7 @@ def test_passes_the_second_time(runs):
 
 
 def test_failures_without_a_verdict_are_named(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("pytest_rerunfailures", reason="the extra 'test' has it")
     pytester.makepyfile(test_later="import nowhere_to_be_found")
     options = (
         "-p",

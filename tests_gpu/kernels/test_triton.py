@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton", minversion="3.6")
+
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
 from nsa.kernels.triton import block_schedule, branches, decoding, selection_schedule, sequences, single

@@ -27,19 +27,16 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
         return (hidden[0] if hidden else function)(*args, **kwargs)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _run_uncompiled(called.__code__)  # type: ignore[attr-defined]
+    _leave_uncompiled(called.__code__)  # type: ignore[attr-defined]  # not as it is called: the compiler has seen the frame by then
     return called
 
 
-def _run_uncompiled(code: CodeType) -> None:
-    """Keep the compiler from a function that compiled code calls at run time: it would compile that as a graph of its caller's.
-
-    What `torch._dynamo.eval_frame.skip_code` does, without the import of the compiler.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # a torch that names them differently
+def _leave_uncompiled(code: CodeType) -> None:
+    """Have the compiler skip frames of ``code``, without importing it; no-op where torch has neither way."""
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):
         if hasattr(frames, "skip_code"):  # torch 2.6
             frames.skip_code(code)
         else:
-            strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-            frames.set_code_exec_strategy(code, strategy)
+            action = frames._FrameAction
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))

@@ -9,8 +9,9 @@ import torch
 
 from nsa.trace.files import write_atomically
 
-# The second is its name before torch 2.9.
+# In each, the second is the name in older torch, where NCCL alone has a recorder.
 BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def is_recording() -> bool:
@@ -20,7 +21,8 @@ def is_recording() -> bool:
 
 def dump_flight_recorder(path: Path) -> bool:
     """Write the recorder's entries as JSON; return False if torch has no recorder, or it is off."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    module = torch._C._distributed_c10d
+    dump = next((getattr(module, name) for name in DUMPS if hasattr(module, name)), None)
     if dump is None or not is_recording():
         return False
     try:
