@@ -220,6 +220,7 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
         build_model(config)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 must not compile a step on a CPU")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, when its compiler is imported and used
 @world_size(1)
@@ -247,6 +248,7 @@ def test_a_step_that_is_compiled_whole(
     assert selected == 2 * steps  # once per layer and micro-step: recomputation keeps the selection in a graph, too
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 must not compile a step on a CPU")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
@@ -288,6 +290,12 @@ def test_a_cuda_graph_needs_a_gpu(tmp_path: Path) -> None:
     config = configured(**{"train.compile": "step", "train.cuda_graph": True})
     with pytest.raises(ConfigError, match=r"train\.cuda_graph: needs a GPU, and the device is cpu"):
         Trainer(config, RankInfo(), tmp_path)
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.7", reason="torch 2.6 alone compiles a step on a CPU wrongly")
+def test_a_torch_that_compiles_a_step_wrongly_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.compile='step': inductor of torch 2\.6"):
+        Trainer(configured(**{"train.compile": "step"}), RankInfo(), tmp_path)
 
 
 @pytest.mark.parametrize(
