@@ -133,7 +133,8 @@ class Trainer:
         update.
         """
         number = self.steps_done + 1
-        wants_statistics = number == 1 or number % max(1, self.config.trace.stats_every) == 0
+        every = self.config.trace.stats_every
+        wants_statistics = every > 0 and (number == 1 or number % every == 0)
         is_compiled = self.config.train.compile == "step"
         self.selection.listen(wants_statistics)
         self.gates.listen(wants_statistics or not is_compiled)

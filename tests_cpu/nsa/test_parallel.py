@@ -194,6 +194,11 @@ def test_documents_that_do_not_see_each_other(artifacts: Path) -> None:
         model(tokens, cu_seqlens=torch.tensor([0, 70]))
 
 
+def test_no_statistics_are_written_every_0_steps(artifacts: Path) -> None:
+    train(configured(**{"trace.stats_every": 0}), RankInfo(), artifacts, steps=2)
+    assert not {"gate_health.jsonl", "k_stats.csv"} & {path.name for path in artifacts.iterdir()}
+
+
 def test_documents_shorter_than_a_block_leave_no_parameter_without_a_gradient(artifacts: Path) -> None:
     config = configured(**{"model.compression": "mlp"})
     model = Trainer(config, RankInfo(), artifacts).module
