@@ -75,8 +75,10 @@ class Trainer:
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
         if config.train.compile == "blocks":
+            # Attention would be compiled again for each number of documents in a pack, and a recomputation may take another graph
+            # than its forward, which torch refuses.
             for block in getattr(self.module, "blocks", ()):
-                block.compile()
+                (getattr(block, "mlp", block) if config.data.boundaries else block).compile()
         # Collected by name, before the model is sharded: FSDP1 flattens the parameters.
         matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
         self.flops_per_token = flops_per_token(self.module, config.model, config.train.seq_len)
