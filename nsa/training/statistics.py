@@ -98,7 +98,7 @@ class SelectionStatistics:
         self._seen: dict[str, tuple[int, torch.Tensor, torch.Tensor]] = {}
 
     def listen(self, on: bool) -> None:
-        """Gather statistics anew in the next forwards, or stop."""
+        """Gather statistics of the forwards from now on, or stop."""
         if on:
             self._seen = {}
         for name, layer in self._layers:
