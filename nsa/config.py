@@ -74,7 +74,7 @@ VARIABLES: dict[str, Variable] = {
 def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     """Read a YAML file, then the environment, then ``overrides``; check everything.
 
-    An override names a field (``steps=3``), a dotted field (``**{"train.steps": 3}``) or a section
+    An override names a field of one section (``steps=3``), a dotted field (``**{"train.steps": 3}``) or a section
     (``model={"n_layers": 2}``). Raises ConfigError, one line, for any key or value that cannot be used.
     """
     file, where, example = Path(path), f"config {str(path)!r}", "give a YAML file, as in configs/tiny_cpu.yaml"
@@ -207,16 +207,25 @@ def _use_flash(text: str, backend: str | None) -> dict[str, Any]:
 
 
 def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, Any]) -> None:
-    owners = {key: section for section, cls in SECTIONS.items() for key in field_names(cls)}
+    owners: dict[str, list[str]] = {}
+    for section, cls in SECTIONS.items():
+        for key in field_names(cls):
+            owners.setdefault(key, []).append(section)
     for name, value in overrides.items():
         if name in SECTIONS:
             _merge_tree(values, {name: value}, "override")
             continue
         section, _, key = name.rpartition(".")
-        section = section or owners.get(key, "")
+        holders = owners.get(key, [])
+        if not section and len(holders) > 1:
+            those = " or ".join(f"{holder}.{key}" for holder in holders)
+            raise ConfigError(f"override: {key!r} is a key of several sections; give {those}")
+        section = section or next(iter(holders), "")
         if section not in SECTIONS or key not in field_names(SECTIONS[section]):
-            known = [f"{owner}.{field}" for field, owner in owners.items()] if "." in name else owners
-            hint = did_you_mean(f"{owners[key]}.{key}" if "." in name and key in owners else name, known)
+            known = [f"{holder}.{field}" for field, found in owners.items() for holder in found]
+            hint = did_you_mean(
+                f"{holders[0]}.{key}" if "." in name and holders else name, known if "." in name else owners
+            )
             raise ConfigError(f"override: unknown key {name!r}{hint}")
         values[section][key] = convert(SECTIONS[section], key, value, f"override {name}={shown(value)}")
 

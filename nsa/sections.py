@@ -116,7 +116,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceConfig:
-    """Which traces a run prints; all off by default. ``mem_dump_every`` (0: never) and ``stats_every`` are in steps."""
+    """Which traces a run prints; all off by default. ``mem_dump_every`` and ``stats_every`` are in steps (0: never)."""
 
     grads: bool = False
     module_bwd: bool = False

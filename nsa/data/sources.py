@@ -43,12 +43,15 @@ def copying(length: int, vocab: int) -> Callable[[np.random.Generator], Tokens]:
     return make
 
 
+# Datasets that follow from ``train.seed`` and the sample's number.
+MADE = {"synthetic": counting, "copy": copying}
+
+
 def open_source(config: Config) -> Source:
     """Return the source that ``config.data`` names. Raises ConfigError before any work starts."""
     data, length = config.data, config.train.seq_len + 1
-    made = {"synthetic": counting, "copy": copying}
-    if data.dataset in made:
-        return MadeSource(made[data.dataset](length, config.model.vocab_size), config.train.seed)
+    if data.dataset in MADE:
+        return MadeSource(MADE[data.dataset](length, config.model.vocab_size), config.train.seed)
     tokenizer = open_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(

@@ -41,8 +41,9 @@ class Rotary(nn.Module):
         positions.
         """
         # No buffer: `model.bfloat16()` would round the frequencies, and with them every angle.
-        frequencies = self.theta ** (-torch.arange(0, self.d, 2, device=positions.device, dtype=torch.float32) / self.d)
-        angles = positions.float()[:, None] * frequencies
+        wide = torch.promote_types(dtype, torch.float32)
+        frequencies = self.theta ** (-torch.arange(0, self.d, 2, device=positions.device, dtype=wide) / self.d)
+        angles = positions.to(wide)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         # (a cos - b sin, b cos + a sin) of the halves a and b, in two products.
         both, crossed = (torch.cat(pair, -1)[None, :, None].to(dtype) for pair in ((cos, cos), (-sin, sin)))
@@ -60,6 +61,17 @@ class Rotary(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [B, N, heads, d] rotated to ``positions`` [N]; same shape and dtype."""
         return self.turn(x, self.table(positions, x.dtype))
+
+
+def _positions(tokens: int, start: int, ends: Sequence[int] | None, device: torch.device) -> torch.Tensor:
+    """Return each token's place in its sequence, int64 [tokens]: from ``start`` on, or of a pack with these ``ends``.
+
+    In a pack each sequence begins at 0, as the error of a float32 angle grows with the position.
+    """
+    if ends is None:
+        return torch.arange(start, start + tokens, device=device)
+    bounds, t = torch.tensor(ends, device="cpu"), torch.arange(tokens, device="cpu")
+    return (t - bounds[torch.searchsorted(bounds, t, right=True) - 1]).to(device, non_blocking=True)
 
 
 class MeanCompression(nn.Module):
@@ -239,7 +251,8 @@ class NSAAttention(nn.Module):
             raise ValueError("cu_seqlens: a KVCache is of sequences that are not packed")
         ends = None if cu_seqlens is None else pack_ends(cu_seqlens, B, S)
         q = by_head(self.w_q(flat), self.n_heads)
-        table = self.rotary.table(torch.arange(start, start + S, device=x.device), q.dtype)
+        positions = _positions(S, start, ends, x.device)
+        table = self.rotary.table(positions, q.dtype)
         linears = (self.k_sel, self.k_win, self.k_cmp, self.v_sel, self.v_win, self.v_cmp)
         # For one token, joining the weights costs more than it saves.
         found = _side_by_side(flat, linears) if cache is None else [one(flat) for one in linears]
@@ -249,16 +262,17 @@ class NSAAttention(nn.Module):
         q, k_sel, k_win = (self.rotary.turn(one, table) for one in (q, k_sel, k_win))
         gates = self.gate(flat).unflatten(0, (B, S))
         with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
-            y = self._attend(
-                q, KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win), gates, start=start, cache=cache, ends=ends
-            )
+            pairs = KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win)
+            y = self._attend(q, *pairs, gates, positions, start=start, cache=cache, ends=ends)
         return self.out(y.reshape(B * S, self.n_heads * self.d_v)).unflatten(0, (B, S))
 
     def _attend(
-        self, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, *, start: int, cache: KVCache | None,
-        ends: list[int] | None,
+        self, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, positions: torch.Tensor, *, start: int,
+        cache: KVCache | None, ends: list[int] | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Sequences whose first token has position ``start``; ``cmp`` [B, S, G, D] are not compressed yet. ``ends``: of a pack."""
+        """Tokens at ``positions`` [S], after ``start`` in a cache, or of a pack with these ``ends``; ``cmp`` [B, S, G, D] are not
+        compressed yet.
+        """
         if cache is not None and has_tangent(q, *cmp, *sel, *win, gates):
             raise RuntimeError(
                 "a KVCache keeps no tangents: call the layer without a cache for forward-mode derivatives"
@@ -269,7 +283,8 @@ class NSAAttention(nn.Module):
             last = torch.arange(k_cmp.shape[1], device=q.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
         else:
             tokens = tokens_of_blocks(ends, self.l, self.d, q.device)
-            k_cmp, v_cmp, last = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens), tokens[:, -1]
+            k_cmp, v_cmp = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens)
+            last = positions[tokens[:, -1]]
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
         cmp = KV(self.rotary(k_cmp, last), v_cmp)
         if cache is not None:
@@ -329,7 +344,7 @@ class DenseAttention(nn.Module):
         """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1] or a list, B = 1) packed sequences."""
         check_hidden(x, self.w_q.in_features)
         S = x.shape[1]
-        t = torch.arange(S, device=x.device)
+        packed = None if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
         q, k, v = (
             one.unflatten(-1, (heads, one.shape[-1] // heads))
             for one, heads in (
@@ -338,11 +353,10 @@ class DenseAttention(nn.Module):
                 (self.w_v(x), self.n_kv_heads),
             )
         )
-        table = self.rotary.table(t, q.dtype)
+        table = self.rotary.table(_positions(S, 0, packed, x.device), q.dtype)
         q, k = self.rotary.turn(q, table), self.rotary.turn(k, table)
-        ends = [0, S] if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
         parts = [
             attend_densely(q[:, a:b], k[:, a:b], v[:, a:b], q.shape[-1] ** -0.5, self.backend)
-            for a, b in itertools.pairwise(ends)
+            for a, b in itertools.pairwise(packed or [0, S])
         ]
         return self.out(torch.cat(parts, dim=1).flatten(-2))

@@ -17,6 +17,7 @@ from typing import IO, Any
 from nsa.config import Config, ConfigError
 from nsa.convert import shown
 from nsa.data.packing import Position
+from nsa.data.sources import MADE
 
 SCHEMA = 1
 DESCRIPTION = "checkpoint.json"
@@ -163,10 +164,11 @@ def newest_finite(folder: Path, before: int) -> Path | None:
 
 
 def data_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that the position in the data depends on."""
+    """Return the settings that the samples, and so a position among them, depend on."""
     data = config.data
     hub = data.hub if data.path is None else None  # the path itself may change: files may have been moved
-    return {"seq_len": config.train.seq_len, "dataset": data.dataset, "hub": hub, "tokenizer": data.tokenizer}
+    settings = {"seq_len": config.train.seq_len, "dataset": data.dataset, "hub": hub, "tokenizer": data.tokenizer}
+    return {**settings, "seed": config.train.seed} if data.dataset in MADE else settings
 
 
 def refuse_other_data(path: Path, config: Config) -> None:

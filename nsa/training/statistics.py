@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nsa.config import BRANCHES
@@ -89,35 +90,39 @@ def _figures(gates: torch.Tensor) -> torch.Tensor:
 
 
 class SelectionStatistics:
-    """Statistics of the selected blocks, one row per layer, of a forward in which it listens; `write` waits for the device."""
+    """Statistics of the selected blocks, one row per layer, of all forwards since `listen`; `write` waits for the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [(plain_name(n), m) for n, m in model.named_modules() if isinstance(m, NSAAttention)]
-        self._rows: dict[str, dict[str, torch.Tensor]] = {}
+        # Of each layer: queries, picks of a first block, and picks by distance in blocks, int64 [the longest sequence's blocks].
+        self._seen: dict[str, tuple[int, torch.Tensor, torch.Tensor]] = {}
 
     def listen(self, on: bool) -> None:
-        """Gather statistics in the next forward, or stop."""
+        """Gather statistics of the forwards from now on, or stop."""
+        if on:
+            self._seen = {}
         for name, layer in self._layers:
             layer.selection_listener = self._saw(name, layer.l_sel) if on else None
 
     def _saw(self, name: str, l_sel: int) -> Callable[[torch.Tensor], None]:
+        # Called for each micro-batch, and for each sequence of a pack. A recomputation counts all of them once more, which changes
+        # no mean.
         def gather(chosen: torch.Tensor) -> None:
             S, n_blocks = chosen.shape[1], chosen.shape[3]
             own = (torch.arange(S, device=chosen.device) // l_sel)[:, None, None]
-            j = torch.arange(n_blocks, device=chosen.device)
-            weights = chosen.float()
-            total = weights.sum().clamp(min=1)
-            distance = (own - j).clamp(min=0).expand(chosen.shape[1:]).flatten()
-            by_distance = weights.new_zeros(n_blocks).index_add(0, distance, weights.sum(0).flatten()) / total
-            self._rows[name] = {
-                "blocks_mean": weights.sum() / weights[..., 0].numel(),
-                "distance_mean": ((own - j) * weights).sum().div(total),
-                "entropy": torch.special.entr(by_distance).sum(),  # in nats, of the distance of the selected blocks
-                "share_initial": weights[..., 0].sum().div(total),
-                "share_local": ((own - j <= 1) * weights).sum().div(total),
-            }
+            distance = (own - torch.arange(n_blocks, device=chosen.device)).clamp(min=0).expand(chosen.shape[1:])
+            picks = chosen.sum(0)
+            found = picks.new_zeros(n_blocks).index_add(0, distance.flatten(), picks.flatten())
+            queries, first, before = self._seen.get(name, (0, found.new_zeros(()), found[:0]))
+            longer = max(n_blocks, len(before))
+            total = F.pad(before, (0, longer - len(before))) + F.pad(found, (0, longer - n_blocks))
+            self._seen[name] = queries + chosen[..., 0].numel(), first + picks[..., 0].sum(), total
 
         return gather
+
+    def rows(self) -> dict[str, dict[str, float]]:
+        """Return what `SELECTION_FIELDS` names, by layer."""
+        return {name: _selection_figures(*seen) for name, seen in self._seen.items()}
 
     def write(self, path: Path, step: int) -> None:
         """Append the gathered rows to ``k_stats.csv``."""
@@ -129,8 +134,20 @@ class SelectionStatistics:
             writer = csv.DictWriter(file, SELECTION_FIELDS)
             if new:
                 writer.writeheader()
-            for name, row in self._rows.items():
-                writer.writerow({"step": step, "layer": name, **{k: f"{v.item():.4f}" for k, v in row.items()}})
+            for name, row in self.rows().items():
+                writer.writerow({"step": step, "layer": name, **{k: f"{v:.4f}" for k, v in row.items()}})
+
+
+def _selection_figures(queries: int, first: torch.Tensor, by_distance: torch.Tensor) -> dict[str, float]:
+    picks = by_distance.double().cpu()
+    shares = picks / picks.sum().clamp(min=1)
+    return {
+        "blocks_mean": float(picks.sum()) / queries,
+        "distance_mean": float(shares @ torch.arange(len(shares), dtype=shares.dtype)),
+        "entropy": float(torch.special.entr(shares).sum()),  # in nats, of the distance of the selected blocks
+        "share_initial": int(first) / max(1.0, float(picks.sum())),
+        "share_local": float(shares[:2].sum()),
+    }
 
 
 def write_fallbacks(path: Path) -> None:

@@ -75,8 +75,10 @@ class Trainer:
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
         if config.train.compile == "blocks":
+            # Attention would be compiled again for each number of documents in a pack, and a recomputation may take another graph
+            # than its forward, which torch refuses.
             for block in getattr(self.module, "blocks", ()):
-                block.compile()
+                (getattr(block, "mlp", block) if config.data.boundaries else block).compile()
         # Collected by name, before the model is sharded: FSDP1 flattens the parameters.
         matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
         self.flops_per_token = flops_per_token(self.module, config.model, config.train.seq_len)
@@ -133,7 +135,8 @@ class Trainer:
         update.
         """
         number = self.steps_done + 1
-        wants_statistics = number == 1 or number % max(1, self.config.trace.stats_every) == 0
+        every = self.config.trace.stats_every
+        wants_statistics = every > 0 and (number == 1 or number % every == 0)
         is_compiled = self.config.train.compile == "step"
         self.selection.listen(wants_statistics)
         self.gates.listen(wants_statistics or not is_compiled)

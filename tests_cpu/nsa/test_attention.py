@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from nsa import NSAAttention, explain, load_config, nsa_attention, reference_attention
+from nsa.config import ModelConfig
 from nsa.kernels import flash, reference
 from nsa.kernels.dispatch import counters
-from nsa.model.attention import DenseAttention
+from nsa.model.attention import DenseAttention, Rotary
 
 SHAPE: dict[str, int] = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 24}
 Inputs = list[torch.Tensor]
@@ -180,6 +181,31 @@ def test_a_pack_of_sequences_equals_each_alone() -> None:
     out = nsa_attention(*packed, **SHAPE, cu_seqlens=ends)
     expected = torch.cat([nsa_attention(*inputs, **SHAPE) for inputs in alone], 1)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_a_sequence_far_into_a_pack_equals_it_alone(kind: str) -> None:
+    m = ModelConfig(dim=16, n_heads=2, n_kv_heads=1, d_k=8, d_v=8, **SHAPE)
+    layer = NSAAttention.from_config(m) if kind == "nsa" else DenseAttention(m)
+    with torch.no_grad():
+        for name, weight in layer.named_parameters():
+            weight *= 4 if name.startswith(("w_", "k_")) else 1  # scores that depend on the positions
+        x = torch.randn(1, 4040, 16, generator=torch.Generator().manual_seed(0))
+        packed, alone = layer(x, cu_seqlens=[0, 4000, 4040])[:, 4000:], layer(x[:, 4000:])
+    # Only the sizes of products differ: a few roundings of values of size 1. An angle of position 4000 has an error of 1e-4.
+    torch.testing.assert_close(packed, alone, rtol=0, atol=4e-6)
+
+
+def test_rotation_in_float64_has_angles_in_float64() -> None:
+    x = torch.randn(1, 3, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    t = torch.tensor([0, 7, 10_000])
+    angles = t[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    wanted = torch.view_as_real(
+        torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[None, :, None]
+    )
+    found = Rotary(8, 10_000.0)(x, t)
+    # A rounding of an angle of 10,000 is 1e-12.
+    torch.testing.assert_close(torch.stack(found.chunk(2, -1), -1), wanted, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(

@@ -407,6 +407,9 @@ def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     other = replace(other, data=replace(other.data, hub="other/texts"))
     with pytest.raises(ConfigError, match=r"is for hub=None \(here 'other/texts'\)"):
         refuse_other_data(saved, other)
+    seeded = load_config(tmp_path / "small.yaml", seed=5)  # synthetic samples follow from the seed
+    with pytest.raises(ConfigError, match=r"is for seed=1234 \(here 5\)"):
+        refuse_other_data(saved, seeded)
 
 
 def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tmp_path: Path) -> None:

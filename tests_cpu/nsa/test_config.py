@@ -216,6 +216,14 @@ def test_a_value_of_the_command_line_is_read_as_yaml(text: str, value: object) -
     assert value_of(text, "--set") == value
 
 
+def test_an_override_of_a_key_of_two_sections_names_its_section() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'backend' is a key of several sections; give model\.backend or parallel\.backend"
+    ):
+        load_config(TINY, backend="auto")
+    assert load_config(TINY, **{"model.backend": "cpu"}).model.backend == "cpu"
+
+
 def test_what_is_no_yaml_is_refused_in_a_line() -> None:
     with pytest.raises(ConfigError, match=r"--set train\.lr=: not valid YAML"):
         value_of("{", "--set train.lr=")

@@ -199,6 +199,26 @@ def test_documents_that_do_not_see_each_other(artifacts: Path) -> None:
         model(tokens, cu_seqlens=torch.tensor([0, 70]))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo
+def test_compiled_blocks_are_compiled_once_for_packs_of_any_number_of_documents(artifacts: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    texts = artifacts / "texts.jsonl"
+    texts.write_text("".join(f'{{"text": "{(7 * i % 90 + 1) * "a"}"}}\n' for i in range(90)))
+    small = {"model.n_layers": 1, "data.dataset": str(texts), "data.boundaries": True}
+    plain, _ = train(configured(**small), RankInfo(), artifacts, steps=6)
+    counters.clear()
+    rows, _ = train(configured(**small, **{"train.compile": "blocks"}), RankInfo(), artifacts, steps=6)
+    assert rows == pytest.approx(plain, rel=TOLERANCE)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_no_statistics_are_written_every_0_steps(artifacts: Path) -> None:
+    train(configured(**{"trace.stats_every": 0}), RankInfo(), artifacts, steps=2)
+    assert not {"gate_health.jsonl", "k_stats.csv"} & {path.name for path in artifacts.iterdir()}
+
+
 def test_documents_shorter_than_a_block_leave_no_parameter_without_a_gradient(artifacts: Path) -> None:
     config = configured(**{"model.compression": "mlp"})
     model = Trainer(config, RankInfo(), artifacts).module

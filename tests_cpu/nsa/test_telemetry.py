@@ -157,16 +157,28 @@ def test_statistics_of_a_selection_that_is_known() -> None:
     chosen = torch.zeros(1, S, 1, n, dtype=torch.bool)
     chosen[0, torch.arange(S), 0, torch.arange(S) // 16] = True  # each query picks its own block
     model.blocks[0].attn.selection_listener(chosen)
-    (row,) = statistics._rows.values()
-    assert {name: value.item() for name, value in row.items()} == {
-        "blocks_mean": 1.0, "distance_mean": 0.0, "entropy": 0.0, "share_initial": 0.25, "share_local": 1.0,
-    }  # fmt: skip
+    (row,) = statistics.rows().values()
+    assert row == {"blocks_mean": 1, "distance_mean": 0, "entropy": 0, "share_initial": 0.25, "share_local": 1}
     chosen[0, 16:, 0, 0] = True  # and, except in the first block, the initial one
+    statistics.listen(True)
     model.blocks[0].attn.selection_listener(chosen)
-    (row,) = statistics._rows.values()
+    (row,) = statistics.rows().values()
     shares = torch.tensor([64, 16, 16, 16], dtype=torch.float64) / 112
-    assert row["entropy"].item() == pytest.approx(-(shares * shares.log()).sum().item())
-    assert row["distance_mean"].item() == pytest.approx((16 * (1 + 2 + 3)) / 112)
+    assert row["entropy"] == pytest.approx(-(shares * shares.log()).sum().item())
+    assert row["distance_mean"] == pytest.approx((16 * (1 + 2 + 3)) / 112)
+
+
+def test_statistics_of_a_pack_are_of_all_its_sequences() -> None:
+    model = build_model(load_config(TINY, n_layers=1))
+    statistics = SelectionStatistics(model)
+    tokens = torch.randint(0, 256, (1, 70))
+    statistics.listen(True)
+    model(tokens, cu_seqlens=torch.tensor([0, 64, 70]))
+    (row,) = statistics.rows().values()
+    # A query takes its block and those before, of 16 tokens and at most 4: 16 (1 + 2 + 3 + 4) picks in the first, 6 in the second.
+    assert row["blocks_mean"] == pytest.approx((160 + 6) / 70)
+    assert row["distance_mean"] == pytest.approx(16 * (0 + 1 + 3 + 6) / 166)
+    assert row["share_initial"] == pytest.approx(70 / 166)
 
 
 def test_a_gate_that_dies_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
