@@ -171,27 +171,37 @@ def test_what_starts_the_ranks_is_not_the_first_test_s(pytester: pytest.Pytester
 
 FROZEN = """
 import ctypes
+from pathlib import Path
 import torch.multiprocessing as mp
 
 
+def joins(rank, path):
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{path}/store")
+    Path(path, f"rank{rank}").touch()
+
+
 def stops(rank, path):
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{path}")
+    joins(rank, path)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
 
 
 def holds(rank, path):
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{path}")
+    joins(rank, path)
     if rank == 1:
         ctypes.PyDLL(None).sleep(1000)
     dist.barrier()
 
 
-@pytest.mark.timeout(8)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", [stops, holds])
 def test_frozen(tmp_path, program):
-    mp.spawn(program, args=(str(tmp_path / "store"),), nprocs=2)
+    ranks = mp.spawn(program, args=(str(tmp_path),), nprocs=2, join=False)
+    while len(list(tmp_path.glob("rank*"))) < 2:
+        time.sleep(0.02)
+    signal.setitimer(signal.ITIMER_REAL, 4)  # the limit
+    ranks.join()
 """
 
 
