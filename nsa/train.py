@@ -9,6 +9,7 @@ import argparse
 import errno
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from nsa.config import (
 if TYPE_CHECKING:
     from nsa.training.parallel import RankInfo
 
-USAGE_ERROR, NOT_FINITE, INTERRUPTED = 2, 3, 130
+USAGE_ERROR, NOT_FINITE, INTERRUPTED, OUTPUT_CLOSED = 2, 3, 130, 141
 NOT_WRITABLE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR,
 })  # fmt: skip
@@ -40,6 +41,7 @@ EXIT_CODES = {
     NOT_FINITE: "a loss or gradient is NaN or infinite (train.nonfinite): one line names the step and a checkpoint before it",
     75: "stopped by SIGTERM, with a checkpoint: start it again with --resume auto",
     INTERRUPTED: "interrupted",
+    OUTPUT_CLOSED: "standard output was closed, as `| head` does",
 }
 RESULTS = """\
 Results:
@@ -76,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.name} is not installed in {sys.executable}: {NEEDED[error.name]}", file=sys.stderr)
         return USAGE_ERROR
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_output_closed():
+            print("error: standard output was closed; what was written so far is kept", file=sys.stderr)
+            return OUTPUT_CLOSED
         if error.errno not in NOT_WRITABLE:
             raise
         what = error.filename or f"the results in {arguments.out or 'artifacts'}"
@@ -87,6 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; what was written so far is kept", file=sys.stderr)
         return INTERRUPTED
+
+
+def _is_output_closed() -> bool:
+    """Return whether standard output has no reader any more; then nothing is written there, not even when the interpreter exits."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not poll.poll(0):  # POLLERR: a pipe without a reader
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

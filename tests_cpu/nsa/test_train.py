@@ -65,6 +65,16 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, run:
     assert len(errors.splitlines()) == 1
 
 
+def test_a_closed_output_ends_a_run_in_one_line(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nsa.train", "--config", TINY, "--steps", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=150)
+    os.close(writer)
+    assert done.returncode == 141, done.stderr
+    assert done.stderr == "error: standard output was closed; what was written so far is kept\n"
+
+
 def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     code, out, errors = run(
         "--steps", "2", "--out", str(tmp_path), NSA_GC_RANGE="0:6", NSA_TRACE_GRADS="1", NSA_MEM_DUMP_EVERY="1"
