@@ -3,9 +3,10 @@
 | what is seen | announced after |
 | --- | --- |
 | it cannot resolve itself (ranks wait for each other, for ever) | at once |
-| ranks wait for one that stalls: in a lock, a sleep, I/O, a process, a data loader | 3 s |
+| ranks wait for one that stalls: in a lock, a sleep, I/O, a process | 3 s |
 | a rank is at work by itself, or a thread or a child process: it computes, imports, compiles, writes | 10 s |
 | a rank has left no evidence yet, and may still import; one waits, or joins a thread, with a time limit | 10 s |
+| a rank waits for a batch: a loader's worker may fetch or compute it | 10 s |
 
 Both limits grow with what the job did before: to 5 times its usual step, and to twice its longest pause at the same place, so that
 a pause that recurs (a checkpoint, an evaluation) is announced once at most. If a rank begins something else, its time starts again.
@@ -90,9 +91,8 @@ class AnnounceDelay:
         boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
         waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
         all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
-        works = (
-            self.at_work or may_act(evidence) or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
-        )
+        works = self.at_work or finding.cause == "dataloader_stuck" or may_act(evidence)
+        works = works or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
         least = AT_WORK_S if works or not (waited_for or all_wait) else WAITED_FOR_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 

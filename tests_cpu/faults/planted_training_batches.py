@@ -240,3 +240,24 @@ def test_a_call_again_where_the_loss_is_high(group):
             parts = [torch.zeros(3) for _ in range(2)]
             dist.all_gather(parts, torch.ones(3))  # HERE
         dist.barrier()
+
+
+def train_on(loader: DataLoader, model: nn.Module) -> None:
+    for x in loader:
+        model(x).square().mean().backward()  # HERE
+
+
+def validate(model: nn.Module) -> None:
+    with torch.no_grad():
+        loss = model(torch.ones(4, 6)).mean()
+    dist.all_reduce(loss)
+
+
+@planted("skipped_collective", [0], n=2, marked=True, family="skip", origin="public reports 2026-11-29")
+def test_a_validation_follows_fewer_batches(group):
+    """gloo aborts the rank with the smaller buffer, which leaves no counters: the loader that ran out shows which rank is ahead."""
+    model = DDP(nn.Linear(6, 3))
+    loader = DataLoader(torch.randn(64 + 16 * group.rank, 6), batch_size=8)
+    for _ in range(2):
+        train_on(loader, model)
+        validate(model.module)

@@ -167,3 +167,21 @@ def test_a_worker_gives_half_of_its_rows_in_one_round(group):
         x = torch.ones(2 if group.rank == 0 and step == AT else 6)
         parts = [torch.empty(6) for _ in range(2)] if group.rank == 1 else None
         dist.gather(x, parts, dst=1)  # HERE
+
+
+def write_shards() -> None:
+    dist.barrier()  # HERE
+
+
+def link_latest() -> None:
+    dist.barrier()
+
+
+@planted("extra_collective", [0], n=3, marked=True, family="extra", origin="public reports 2026-11-29")
+def test_only_the_first_rank_calls_a_save_that_meets_the_others(group):
+    """Its barrier is paired with the others' next one: the call that it makes too much is not the one in which it waits."""
+    for _ in range(4):
+        dist.all_reduce(torch.ones(2))
+    if group.rank == 0:
+        write_shards()
+    link_latest()

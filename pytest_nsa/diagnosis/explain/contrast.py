@@ -85,8 +85,19 @@ class Contrast:
             return replace(seen, order=seen.order.turned, parted=seen.parted[::-1])
         return compare(
             self.evidence.sources, self.position, self.turned.position, self.latest, (self.goes_on, self.turned.goes_on),
-            (self.call.step, self.other_call.step),
+            self._steps(),
         )  # fmt: skip
+
+    def _steps(self) -> tuple[int, int]:
+        """Return how many data loaders of the two ranks ran out of data, where the rank with more of them received fewer batches;
+        else their training steps.
+        """
+        boards = [rank.board for rank in (self.rank, self.turned.rank) if rank.board is not None]
+        if len(boards) == 2:
+            ended, batches = ([int(b.numbers.get(n, 0)) for b in boards] for n in ("loaders_ended", "batches"))
+            if (ended[0] - ended[1]) * (batches[0] - batches[1]) < 0:
+                return ended[0], ended[1]
+        return self.call.step, self.other_call.step
 
     @property
     def order(self) -> Order:

@@ -196,7 +196,7 @@ def alone_in(
         return None
     alone = next((i for i, c in enumerate(one[0]) if c.way not in known), len(one[0]))
     paired = other[0][alone] if alone < min(len(one[0]), len(other[0])) else None
-    if paired is None or paired.way not in {c.way for c in one[0][alone:]}:
+    if paired is None or paired.way not in {until.way, *(c.way for c in one[0][alone:])}:
         return None
     return one[0][alone], paired
 
