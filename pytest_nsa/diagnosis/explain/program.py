@@ -74,7 +74,7 @@ class Compared:
     parted: tuple[Frame, ...] = ()
     left: bool = False
     is_counted: bool = False  # all shared loops have counters, or there are none
-    is_likely: bool = False  # by training steps, of which a round may contain several
+    is_likely: bool = False  # by ``steps``, of which a round may contain several
     is_assumed: bool = False  # one rank may be in a later round of a loop without a counter
 
 
@@ -112,8 +112,8 @@ def compare(
     """Return the position of ``one`` relative to ``other``.
 
     ``latest`` is the last call that both ranks made. ``go_on`` has, for each rank, whether its earlier rounds show that
-    it has not finished its visit to the statement of its call. ``steps`` are the ranks' training steps; they count the
-    rounds of a function or loop that has no counter.
+    it has not finished its visit to the statement of its call. ``steps`` are the ranks' training steps, or how many
+    of their data loaders were exhausted; they count the rounds of a function or loop that has no counter.
     """
     one, other = _aligned(one, other)
     around = False  # the ranks' functions are called in a loop without a counter

@@ -89,7 +89,7 @@ def _order_terms(side: str, order: Order) -> tuple[Term, ...]:
     return (
         Term(f"{side}, counted", f"is {side} in the program", _order(order, counted=True)),
         Term(f"{side} by lines", f"is {side} in the program, as far as its lines show", _order(order, counted=False)),
-        Term(f"steps {side}", f"is {side} by the steps of the training alone",
+        Term(f"steps {side}", f"is {side} by training steps or exhausted data loaders alone",
              lambda c: c.compared.is_likely and c.order is order),
         Term(f"{side}, new", f"is {side}, in a call that no rank made before", lambda c: c.order is order and not c.is_known),
         Term(f"{side}, other's new", f"is {side}, and no rank made the others' call before",
