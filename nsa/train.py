@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nsa.config import (
     SAFE_ENVIRONMENT,
@@ -79,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_output_closed():
-            print("error: standard output was closed; what was written so far is kept", file=sys.stderr)
+            _discard(sys.stdout)
+            try:
+                print("error: standard output was closed; what was written so far is kept", file=sys.stderr)
+            except BrokenPipeError:  # `2>&1 | head`
+                _discard(sys.stderr)
             return OUTPUT_CLOSED
         if error.errno not in NOT_WRITABLE:
             raise
@@ -95,13 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_output_closed() -> bool:
-    """Return whether standard output has no reader any more; then nothing is written there, not even when the interpreter exits."""
+    """Return whether standard output is a pipe without a reader."""
     poll = select.poll()
-    poll.register(sys.stdout, 0)
-    if not poll.poll(0):  # POLLERR: a pipe without a reader
+    try:
+        poll.register(sys.stdout, 0)
+    except (OSError, ValueError, TypeError):  # no file, or none any more
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+    return bool(poll.poll(0))
+
+
+def _discard(stream: TextIO) -> None:
+    """Write what a stream holds, and what follows, to nowhere: the interpreter flushes it at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -223,21 +223,19 @@ def traces_logged(folder: Path, rank: int) -> Iterator[None]:
     """
     trace_log = logging.getLogger("nsa.trace")
     before = trace_log.level, trace_log.propagate
-    trace_log.setLevel(logging.INFO)
-    trace_log.propagate = False
-    handlers: list[logging.Handler] = [
-        logging.StreamHandler(sys.stdout),
-        _TraceFile(folder / "traces.log", encoding="utf-8"),
-    ]
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(message)s") if rank == 0 else _OfRank(rank))
-        if rank != 0:
-            handler.addFilter(lambda record: record.levelno >= logging.WARNING or _names_its_rank(record))
-    if rank != 0:
-        handlers.append(_TraceFile(folder / f"traces_rank{rank}.log", encoding="utf-8"))
-    for handler in handlers:
-        trace_log.addHandler(handler)
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     try:
+        handlers.append(_TraceFile(folder / "traces.log", encoding="utf-8"))
+        for handler in handlers:
+            handler.setFormatter(logging.Formatter("%(message)s") if rank == 0 else _OfRank(rank))
+            if rank != 0:
+                handler.addFilter(lambda record: record.levelno >= logging.WARNING or _names_its_rank(record))
+        if rank != 0:
+            handlers.append(_TraceFile(folder / f"traces_rank{rank}.log", encoding="utf-8"))
+        trace_log.setLevel(logging.INFO)
+        trace_log.propagate = False
+        for handler in handlers:
+            trace_log.addHandler(handler)
         yield
     finally:
         trace_log.setLevel(before[0])

@@ -52,7 +52,7 @@ def axis_of(evidence: Evidence) -> Axis:
     begin = evidence.started if math.isinf(seen) else seen
     end = max(max(ends, default=begin), begin + 1e-3)
     firsts = [b["time"] for r in evidence.ranks for b in r.heartbeats if b["phase"] not in ("start", "body", "done")]
-    firsts += [c.entered for r in evidence.ranks for c in r.collectives if c.entered > begin]
+    firsts += [c.entered for r in evidence.ranks for c in r.collectives if c.entered >= begin]
     if not firsts:
         firsts = [b["time"] for r in evidence.ranks for b in r.heartbeats if b["phase"] != "start"]
     first = min(firsts, default=begin)

@@ -55,7 +55,7 @@ class JobAnnouncer:
         with contextlib.suppress(OSError):  # nothing was announced
             announced.rename(taken)  # the program may append to it
             for entry in read_lines(taken):
-                run.announce(**entry, printed=True)
+                run.announce(str(entry.get("text", "")), time=entry.get("time"), printed=True)
 
     def _begin(self) -> None:
         silent = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
