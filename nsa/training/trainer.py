@@ -214,8 +214,7 @@ class Trainer:
         if self.config.train.cuda_graph and self.ranks.device.type != "cuda":
             raise ConfigError(f"train.cuda_graph: needs a GPU, and the device is {self.ranks.device}; set it to false")
         # There the gradient of a dense model's embedding is wrong, and NSA does not compile.
-        is_wrong = self.ranks.device.type == "cpu" and torch.__version__ < "2.7"
-        if is_wrong:
+        if self.ranks.device.type == "cpu" and torch.__version__ < "2.7":
             raise ConfigError(
                 f"train.compile='step': inductor of torch {torch.__version__} computes wrong gradients on a CPU; set it to "
                 "none, or use a later torch"

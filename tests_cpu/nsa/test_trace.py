@@ -155,6 +155,9 @@ def test_a_training_leaves_the_logger_as_it_was(tmp_path: Path) -> None:
     assert (log.level, log.propagate, log.handlers) == before
     assert train.main([*arguments, "--set", "model.backend=flash"]) == 2
     assert (log.level, log.propagate, log.handlers) == before
+    (tmp_path / "other" / "traces.log").mkdir(parents=True)  # a file that cannot be opened
+    assert train.main([*arguments[:-1], str(tmp_path / "other")]) == 2
+    assert (log.level, log.propagate, log.handlers) == before
 
 
 def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
