@@ -25,6 +25,7 @@ from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
     Ranked,
+    RankFailure,
     folder_key,
     make_ranked,
     may_be_ranked,
@@ -274,20 +275,27 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed:
         item.stash[failed_key] = True
     verdict = item.stash.get(verdict_key, None)
-    if verdict is not None and call.when == "call" and verdict.failed and hasattr(report, "wasxfail"):
+    is_of_ranks = verdict is not None and (call.when == "call" or isinstance(_raised(call), RankFailure))
+    if verdict is not None and is_of_ranks and verdict.failed and hasattr(report, "wasxfail"):
         item.config.stash[runner_key].recorder.expect_failure(item.stash[folder_key], verdict)
-    elif verdict is not None and call.when == "call":
+    elif verdict is not None and is_of_ranks:
         report.nsa_outcome = verdict.outcome
         if report.skipped and skipped_key in item.stash:  # pytest reports where the host skipped: in its own code
             report.longrepr = (*item.stash[skipped_key], report.longrepr[-1])
         if verdict.outcome == "HANG" and report.failed:
             report.nsa_hang = hang_line(verdict, item)
-        if call.excinfo is not None and getattr(call.excinfo.value, "in_setup", False):
+        if call.when == "teardown":  # the call may have failed as expected
+            item.config.stash[runner_key].recorder.replace(item.stash[folder_key], verdict)
+        if getattr(_raised(call), "in_setup", False):
             report.when = "setup"
     verdicts = (*item.stash.get(launched_key, ()), *([verdict] if verdict else ()))
-    if call.when == "call" and report.failed and any(v.failed for v in verdicts):
+    if (is_of_ranks or call.when == "call") and report.failed and any(v.failed for v in verdicts):
         report.nsa_explained = True  # for the controller, where this is an xdist worker
     return report
+
+
+def _raised(call: pytest.CallInfo[None]) -> BaseException | None:
+    return call.excinfo.value if call.excinfo is not None else None
 
 
 def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
@@ -304,6 +312,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if runner is None or current_rank() is not None or _is_child(config):
         return
     runner.close()
+    if exitstatus == pytest.ExitCode.OK and session.testsfailed:  # pytest.exit(returncode=0) on a rank hides no failure
+        session.exitstatus = exitstatus = pytest.ExitCode.TESTS_FAILED
     if runner.attachment is not None:
         runner.attachment.exit_status = int(exitstatus)
     follows = runner.attachment is not None and not runner.attachment.leads

@@ -15,6 +15,8 @@ from nsa.trace.strict_json import to_json
 
 SCHEMA = 1  # of the files that ranks write; job.json and env.json have it, for the JSON lines next to them
 
+_is_muted = False
+
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 
@@ -28,8 +30,16 @@ def ignore_full_disk() -> Iterator[None]:
             raise
 
 
+def mute(is_muted: bool) -> None:
+    """Write no more lines from this process: a fork of a rank must not write in the rank's name. False: write again."""
+    global _is_muted
+    _is_muted = is_muted
+
+
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Append a line of JSON."""
+    """Append a line of JSON; do nothing in a process that is muted."""
+    if _is_muted:
+        return
     with ignore_full_disk():
         fd = open_to_append(path)
         try:

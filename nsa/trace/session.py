@@ -10,7 +10,7 @@ from nsa.trace.calls.arguments import in_runs
 from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.calls.loaders import count_batches
 from nsa.trace.divergence.checksums import Checksums
-from nsa.trace.events import record
+from nsa.trace.events import mute, record
 from nsa.trace.files import monotonic, sleep
 from nsa.trace.observe import Observer
 from nsa.trace.stall.exceptions import record_thread_exception
@@ -53,6 +53,7 @@ class TraceSession:
         """Detach a fork, such as a data loader's worker, from the board; a forked rank begins a new one."""
         if not self._has_begun:  # a fork of the zygote: its board is private memory already
             return
+        mute(True)
         self.recorder.stores.forget()
         self.observer.forget()
         forget_thread_errors()
@@ -75,6 +76,7 @@ class TraceSession:
         if checksums and self.is_light:
             raise ValueError(f"check_divergence needs what {LEVEL}=light does not record: unset it")
         self._has_begun = True
+        mute(False)
         self.recorder.forget(rank, world_size)
         self.recorder.report_groups(lambda label, ranks, number: record(
             Path(folder), event="group", name=label, ranks=in_runs(list(ranks)),

@@ -160,7 +160,12 @@ def _read_rank(
     woken = sampled.get("time", float("inf"))
     events = [e for e in events if e["time"] <= woken or e["event"] in AT_THE_END]
     of = _by_kind(events)
-    start, done, parameters = _first(of["start"]), _first(of["done"]), _last(of["parameters"])
+    start, parameters = _first(of["start"]), _last(of["parameters"])
+    # The end of a process that the rank has forked is not the rank's; nor is its own, where its process then fails.
+    done = _first([e for e in of["done"] if e.get("pid") == start.get("pid") or "pid" not in e])
+    fell = not exit_event.get("by_us") and bool(exit_event.get("signal") or exit_event.get("code"))
+    if fell and done.get("passed"):
+        done = {}
     raised = tuple(_exception(e, job.body) for e in of["exception"])
     # A future's exception that its caller has raised too.
     retrieved = {e["future"] for e in of["future_asked"] if e["future"]}

@@ -127,7 +127,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "open_and_locked?": is_text, "reads_from_parent?": is_flag,
     },
     "start": {"notes?": _list_of(is_text), "machine?": is_text, "memory_mib?": is_number},
-    "done": {"passed": is_flag, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},
+    "done": {"passed": is_flag, "pid?": _int, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},
     "pytest_exit": {"reason": is_text, "returncode?": _int},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
     "xfailed": {"reason": is_text, "where?": is_text, "after?": is_text},
@@ -163,7 +163,10 @@ OWN_WORDS: dict[str, Check] = {
     "asyncio?": lambda value: is_map(value)
     and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_is_error)})),
 }  # fmt: skip
-REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
+XFAIL: dict[str, Check] = {"reason": is_text, "strict": is_flag, "any": is_flag, "expects": is_flag}
+REPORT: dict[str, Check] = {
+    "report": is_map, "text": is_text, "subtest?": is_flag, "xfail?": lambda value: is_map(value) and has(value, XFAIL),
+}  # fmt: skip
 BEAT: dict[str, Check] = {
     "time": is_number, "step": _int, "phase": is_text, "rss_mib?": _number_or_none, "cuda_allocated_mib?": _number_or_none,
     "cuda_reserved_mib?": _number_or_none,

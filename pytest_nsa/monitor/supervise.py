@@ -33,7 +33,6 @@ from pytest_nsa.wire.protocols import Limits, Monitor, Starter
 
 POLL_S = 0.05
 LOOK_AGAIN_S = 1.0  # between two looks at the ranks' threads
-FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
 
 
@@ -184,8 +183,8 @@ class RanksRun:
         return {rank: pid for rank, pid in zip(self.ranks, self.pids, strict=False) if rank not in self.statuses}
 
     def _nothing_to_wait_for(self, since_failure: float) -> bool:
-        """Return whether to stop the other ranks of a failed test: after `FAILED_S`, or sooner if they only wait."""
-        if since_failure >= FAILED_S:
+        """Return whether to stop the other ranks of a failed test: after a while, or sooner if they only wait."""
+        if since_failure >= self.limits.after_failure:
             return True
         return since_failure >= GRACE_S and self.watch.stalled_s >= GRACE_S and self.watch.all_blocked(self.statuses)
 

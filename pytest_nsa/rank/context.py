@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
+from os import _exit as exit_at_once
+from os import getpid  # bound before a test can replace it
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,7 @@ class RankContext:
     session: TraceSession
     notes: list[str]
     config: pytest.Config | None = None
+    pid: int = field(default_factory=getpid)
 
     @property
     def folder(self) -> Path:
@@ -43,6 +47,16 @@ def become(context: RankContext) -> None:
 def current_rank() -> RankContext | None:
     """Return this process's context when it is a rank, else None."""
     return _current
+
+
+def end_if_forked(context: RankContext, *, passed: bool) -> None:
+    """End this process if the rank's test has forked it: the rank alone goes on after the test's body, and has an outcome."""
+    if getpid() == context.pid:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    exit_at_once(0 if passed else 1)
 
 
 def require_rank(request: pytest.FixtureRequest, fixture: str) -> RankContext:

@@ -22,7 +22,7 @@ from nsa.trace.events import ignore_full_disk, local_rank, machine, record
 from nsa.trace.stall.exceptions import record_exception
 from pytest_nsa.evidence.board import learn
 from pytest_nsa.rank import coverage, replay
-from pytest_nsa.rank.context import RankContext, become
+from pytest_nsa.rank.context import RankContext, become, end_if_forked
 from pytest_nsa.rank.keep_connections import wait_for_others, wait_for_threads
 from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.system.children import end_leftovers
@@ -72,6 +72,19 @@ def rehearse() -> None:
     machine()
 
 
+_control: Channel | None = None  # this rank's, once it runs
+
+
+def _lose_channel() -> None:
+    """Close the channel in a process that a rank has forked, which must not report in the rank's name."""
+    if _control is not None:
+        _control.closed = True
+        _control.socket.close()
+
+
+os.register_at_fork(after_in_child=_lose_channel)
+
+
 def _late_modules() -> set[str]:
     # Not an intersection with the names of all modules: it counts a reference to each, and so copies most pages of the zygote.
     return {name for name in LATE if name in sys.modules}
@@ -105,6 +118,8 @@ class RankProcess:
 
     def run(self, job: Job | None) -> int:
         """Run ``job``, or the jobs that are received; return the exit code of the last one."""
+        global _control
+        _control = self.control
         set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
         mask_with(None, None)  # the host masks what a rank has left, once it has read the values of snapshots
         become_subreaper()
@@ -188,6 +203,7 @@ class RankProcess:
             become(ctx)
             session.board.phase("body")
             passed = run.body(ctx)
+            end_if_forked(ctx, passed=passed)
         except (Exception, KeyboardInterrupt, pytest.exit.Exception) as error:
             record_exception(folder, error, "setup" if session.board.phase_name == "start" else "call")
             if isinstance(error, pytest.exit.Exception):
@@ -209,7 +225,7 @@ class RankProcess:
         peaks = _peaks(memory, self.device)
         if _late_modules() != imported:  # modules that other ranks inherit count for no test
             peaks.pop("added_mib", None)
-        record(folder, event="done", passed=passed, **peaks)
+        record(folder, event="done", passed=passed, pid=os.getpid(), **peaks)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         return 0 if passed else EXIT_FAILED

@@ -10,19 +10,21 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from os import getpid
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest._io import TerminalWriter
 from _pytest.junitxml import LogXML, xml_key
+from _pytest.skipping import xfailed_key
 
 from nsa.trace.events import record
 from nsa.trace.stall.exceptions import cut, origin, record_exception
 from pytest_nsa import marks
 from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
-from pytest_nsa.rank.context import RankContext
+from pytest_nsa.rank.context import RankContext, end_if_forked
 from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.plugin_calls import disable_host_calls
@@ -87,7 +89,7 @@ def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
     except pytest.skip.Exception as skip:
         record(ctx.folder, event="skipped", reason=str(skip))
     except BaseException as error:
-        record_exception(ctx.folder, error, "call")
+        record_exception(ctx.folder, error, "call")  # nothing, in a process that the function has forked
         traceback.print_exc()
         return False
     return True
@@ -155,6 +157,12 @@ def _torch_skip_reason(error: BaseException) -> str:
     return next((str(skip.message) for skip in skips.values() if skip.exit_code == error.code), "")  # type: ignore[attr-defined]
 
 
+def _is_expected(error: BaseException, raises: Any) -> bool:
+    """Return whether ``raises`` of a mark xfail, types or a RaisesExc, names an exception."""
+    matches = getattr(raises, "matches", None)
+    return bool(matches(error)) if matches is not None else isinstance(error, raises)
+
+
 def _frame_of(item: pytest.Item) -> traceback.FrameSummary:
     return traceback.FrameSummary(*marks.place_of(item), item.name, lookup_line=False)
 
@@ -204,6 +212,9 @@ class RankRecorder:
         """Reset for a test."""
         self.ctx, self._is_begun = ctx, True
         self._outcomes: set[str] = set()
+        self._is_in_call = False  # then a report is a subtest's
+        self._xfail: dict[str, Any] | None = None
+        self._subtests: list[bool] = []  # of those that failed: whether the mark xfail expects it
         self._spare.hold()
         self._suite_properties = len(_suite_properties(self.config))
 
@@ -220,9 +231,11 @@ class RankRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        self._is_in_call = True
         try:
             result = yield
         finally:
+            self._is_in_call = False
             problem = unwritten_inline_snapshots()
         if problem:
             pytest.fail(problem, pytrace=False)
@@ -238,12 +251,14 @@ class RankRecorder:
             error = call.excinfo.value
             reason = _torch_skip_reason(error)
             if reason:
-                record(self.ctx.folder, event="skipped", reason=reason, **origin(error))
+                self._record_left("skipped", reason, error)
                 report.outcome, report.longrepr = "skipped", (*marks.place_of(item), f"Skipped: {reason}")
             elif isinstance(error, pytest.skip.Exception):
-                record(self.ctx.folder, event="skipped", reason=str(error.msg), **origin(error))
+                self._record_left("skipped", str(error.msg), error)
             elif isinstance(error, pytest.xfail.Exception):
-                record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
+                self._record_left("xfailed", str(error.msg), error)
+                if self._is_in_call:  # of the whole test, it is the host's to apply
+                    report.outcome, report.wasxfail = "skipped", str(error.msg)
             else:
                 # A failure that a plugin sets is located at the test, not in the plugin.
                 is_collected = call.excinfo is not raised
@@ -252,16 +267,44 @@ class RankRecorder:
                 is_verdict = isinstance(error, pytest.fail.Exception) or is_collected
                 place = _first_named(item, str(error)) or _frame_of(item) if is_verdict else None
                 record_exception(self.ctx.folder, error, call.when, place)
+        if self._is_begun and getpid() != self.ctx.pid:
+            if call.excinfo is not None:
+                print(report.longreprtext, file=sys.stderr)
+            end_if_forked(self.ctx, passed=report.outcome != "failed")
+        self._xfail = self._expectation(item, call)
         return report
+
+    def _record_left(self, event: str, reason: str, error: BaseException) -> None:
+        """Record that the test skipped, or expects to fail; of a subtest, its report has that."""
+        if not self._is_in_call:
+            record(self.ctx.folder, event=event, reason=reason, **origin(error))
+
+    def _expectation(self, item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any] | None:
+        """Return what the test's mark xfail, also one that the test has added, says of this phase; None without a mark."""
+        error = call.excinfo.value if call.excinfo is not None else None
+        if isinstance(error, pytest.xfail.Exception):
+            return {"reason": str(error.msg), "strict": False, "any": False, "expects": True}
+        mark = item.stash.get(xfailed_key, None)
+        if mark is None:
+            return None
+        expects = mark.raises is None or (error is not None and _is_expected(error, mark.raises))
+        if isinstance(error, pytest.fail.Exception) and self._subtests and all(self._subtests):
+            expects = True  # pytest's own failure of a test with failed subtests, each of them expected
+        return {"reason": mark.reason, "strict": mark.strict, "any": mark.raises is None, "expects": expects}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_subtest = hasattr(report, "context")  # of pytest, or of pytest-subtests
+        if is_subtest and report.failed:
+            self._subtests.append(bool(self._xfail and self._xfail["expects"]))
         text = cut(str(report.longreprtext))
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         if data is not None:
             # Only the text of a failure is read; pytest's own form of it can be as long as the error.
             data["longrepr"] = None
-            entry = {"text": text, "report": data, "of_the_suite": self._new_suite_properties()}
+            entry = {"text": text, "report": data, "of_the_suite": self._new_suite_properties(), "subtest": is_subtest}
+            if self._xfail is not None:
+                entry["xfail"] = self._xfail
             with ignore_full_disk():
                 append_line(self.ctx.folder / "reports.jsonl", entry)
         self._outcomes.add(report.outcome)

@@ -7,13 +7,15 @@ import contextlib
 import functools
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprFileLocation, ReprTraceback
 from _pytest.junitxml import xml_key
+from _pytest.skipping import Xfail, xfailed_key
 from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import marked, marks
@@ -24,7 +26,7 @@ from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
-from pytest_nsa.session import recorded_properties
+from pytest_nsa.session import phases, recorded_properties
 from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.plugins import snapshots
 from pytest_nsa.session.runner import RankRunner
@@ -34,6 +36,8 @@ timeout_key = pytest.StashKey[float]()
 verdict_key = pytest.StashKey[Verdict]()
 values_key = pytest.StashKey[dict[str, Any]]()
 folder_key = pytest.StashKey[Path]()
+teardown_key = pytest.StashKey[tuple["RankFailure", Sequence[phases.Failure]] | None]()
+exit_key = pytest.StashKey[Callable[[], NoReturn] | None]()  # a rank's call of pytest.exit, where other ranks failed
 skipped_key = pytest.StashKey[tuple[str, int]]()  # file and line of the skip on the ranks
 
 
@@ -79,11 +83,8 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool) -> RankFa
     return type("RankFailure", bases, {})(verdict, report)
 
 
-def _failed_in_setup(verdict: Verdict, evidence: Evidence) -> bool:
-    """Return whether a fixture raised on each culprit: pytest calls that an error, not a failure."""
-    return verdict.outcome == "FAIL" and bool(verdict.ranks) and all(
-        bool(r.exceptions) and r.exceptions[0].when == "setup" for r in evidence.ranks if r.rank in verdict.ranks
-    )  # fmt: skip
+class _NotRaised(Exception):
+    """Raised by nothing: what xfail is made to expect where it does not expect what the ranks raised."""
 
 
 class Ranked(pytest.Function):
@@ -101,11 +102,15 @@ class Ranked(pytest.Function):
                 lockstep.relax(self)
 
     def _refuse_missing_fixtures(self) -> None:
-        """Raise what pytest raises for a fixture that is not defined, before ranks are started."""
-        known = self._fixtureinfo.name2fixturedefs
+        """Raise what pytest raises for a fixture that is not defined, before ranks are started.
+
+        A fixture that another plugin's hook has added to ``fixturenames`` is not in the item's own table.
+        """
+        known, manager = self._fixtureinfo.name2fixturedefs, self.session._fixturemanager
         for name in self.fixturenames:
-            if name != "request" and not known.get(name) and name not in self.funcargs:
-                self._request.getfixturevalue(name)
+            if name == "request" or name in self.funcargs or known.get(name) or manager.getfixturedefs(name, self):
+                continue
+            self._request.getfixturevalue(name)
 
     def runtest(self) -> None:
         if current_rank() is not None:
@@ -123,41 +128,78 @@ class Ranked(pytest.Function):
         repeat_warnings(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):
             pytest.exit("Quitting debugger")
+        found = phases.fold(evidence, verdict, self._static_mark())
         called = next((rank.pytest_exit for rank in evidence.ranks if rank.pytest_exit), None)
         if called is not None:
-            pytest.exit(called["reason"], called.get("returncode"))
-        failing = [r for r in evidence.ranks if not r.passed]
-        if failing and all(r.xfailed is not None and not r.exceptions for r in failing) and not evidence.stop:
-            pytest.xfail(failing[0].xfailed or "")
-        if verdict.outcome == "SKIP":
-            where = next((str(r.left.get("where", "")) for r in evidence.ranks if r.skipped is not None), "")
-            self.stash[skipped_key] = self._place_of(where)
-            pytest.skip(verdict.reason)
-        foreseen = marked.value(self, "fails_as")
-        if foreseen is not None and verdict.cause == foreseen:
-            pytest.xfail(f"{foreseen}, as expected: {verdict.reason}")
-        if foreseen is not None and not verdict.failed:
-            passed = f"expected to fail as {foreseen}, but passed"
-            verdict = replace(
-                verdict,
-                outcome="FAIL",
-                cause="assertion",
-                rule="items.foreseen",
-                reason=passed,
-                advice="remove the mark fails_as",
-            )
-            self.stash[verdict_key] = verdict
-            runner.recorder.replace(evidence.folder, verdict)
-            pytest.fail(passed, pytrace=False)
-        if foreseen is not None:
-            verdict = replace(verdict, reason=f"{verdict.reason} (fails_as expected {foreseen})")
-            self.stash[verdict_key] = verdict
-            runner.recorder.replace(evidence.folder, verdict)
-        if verdict.failed:
-            failure = rank_failure(verdict, evidence, shown=self.config.getoption("usepdb", False))
-            failure.in_setup = _failed_in_setup(verdict, evidence)
-            del evidence, failing  # the traceback keeps this frame
+            end = functools.partial(pytest.exit, called["reason"], called.get("returncode"))
+            if all(f.rank.pytest_exit or f.follows or f.rank.by_us for f in (*found.body, *found.teardown)):
+                end()
+            self.stash[exit_key] = end  # after the reports
+        verdict = self._compared_with_marks(verdict, found)
+        shown = self.config.getoption("usepdb", False)
+        if found.teardown:
+            self.stash[teardown_key] = (rank_failure(verdict, evidence, shown=shown), found.teardown)
+        if found.body:
+            failure = rank_failure(verdict, evidence, shown=shown)
+            failure.in_setup = phases.is_in_setup(found, verdict)
+            self._expect(found.body)
+            del evidence, found  # the traceback keeps this frame
             raise failure
+        if evidence.ranks and all(rank.skipped is not None for rank in evidence.ranks):
+            self.stash[skipped_key] = self._place_of(str(evidence.ranks[0].left.get("where", "")))
+            pytest.skip(evidence.ranks[0].skipped or "skipped")
+        if found.mark is not None:
+            self.stash[xfailed_key] = Xfail(found.mark.reason, True, found.mark.strict, None)
+
+    def _static_mark(self) -> phases.Mark | None:
+        """Return the mark xfail as this process evaluates it: of a rank that has ended without a report."""
+        mark = self.stash.get(xfailed_key, None)
+        if mark is None:
+            return None
+        expects = mark.raises is None
+        return phases.Mark(reason=mark.reason, strict=mark.strict, any=expects, expects=expects)
+
+    def _expect(self, failures: Sequence[phases.Failure]) -> None:
+        """Make pytest apply the mark xfail of the ranks that failed to a phase as a whole."""
+        mark = next((f.mark for f in failures if f.mark is not None and not f.follows), None)
+        raises = None if phases.all_expected(failures) else _NotRaised
+        self.stash[xfailed_key] = None if mark is None else Xfail(mark.reason, True, mark.strict, raises)
+
+    def _compared_with_marks(self, verdict: Verdict, found: phases.Phases) -> Verdict:
+        """Return the verdict, with what the marks xfail and fails_as do not expect; xfail here if fails_as expects all of it."""
+        foreseen = marked.value(self, "fails_as")
+        odd = phases.unexplained(found, verdict) if foreseen is not None else phases.not_expected(found)
+        if foreseen is not None and verdict.cause == foreseen and not odd:
+            pytest.xfail(f"{foreseen}, as expected: {verdict.reason}")
+        changed = verdict
+        if foreseen is not None and not verdict.failed:
+            reason = f"expected to fail as {foreseen}, but passed"
+            changed = replace(
+                verdict, outcome="FAIL", cause="assertion", rule="items.foreseen", reason=reason, advice="remove the mark fails_as"
+            )  # fmt: skip
+        elif foreseen is not None:
+            also = f" alone; {odd[0].describe()}" if odd and verdict.cause == foreseen else ""
+            changed = replace(verdict, reason=f"{verdict.reason} (fails_as expected {foreseen}{also})")
+        elif odd and any(f.mark is not None for f in (*found.body, *found.teardown)):
+            changed = replace(verdict, reason=f"{verdict.reason} (xfail does not expect {odd[0].describe()})")
+        if changed is not verdict:
+            self.stash[verdict_key] = changed
+            self.config.stash[runner_key].recorder.replace(self.stash[folder_key], changed)
+        if foreseen is not None and not verdict.failed:
+            pytest.fail(changed.reason, pytrace=False)
+        return changed
+
+    def teardown(self) -> None:
+        if current_rank() is not None:
+            super().teardown()
+            return
+        failed, end = self.stash.get(teardown_key, None), self.stash.get(exit_key, None)
+        self.stash[teardown_key] = self.stash[exit_key] = None
+        if failed is not None:
+            self._expect(failed[1])
+            raise failed[0]
+        if end is not None:
+            end()
 
     def _take_over(self, evidence: Evidence) -> None:
         """Copy the properties that the test recorded to this item, and what the ranks printed, unless it has been shown (`-s`)."""
@@ -173,11 +215,10 @@ class Ranked(pytest.Function):
             for title, body in terminal.sections(evidence):
                 self.add_report_section("call", title, body)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+    def _repr_failure_py(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        # pytest calls `repr_failure` for the call alone, and that calls this.
         error = excinfo.value
-        if isinstance(error, RankFailure):
-            return self._failure_repr(error)
-        return super().repr_failure(excinfo)
+        return self._failure_repr(error) if isinstance(error, RankFailure) else super()._repr_failure_py(excinfo, style)
 
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
         """Return the report's text, in a form that keeps its first line separate for the short summary, also through xdist."""
@@ -227,10 +268,6 @@ def report_warning(item: pytest.Item, message: warnings.WarningMessage) -> None:
 
 class RankedTestCase(Ranked, TestCaseFunction):
     """A method of a unittest.TestCase: setUp, tearDown, setUpClass and clean-ups run in each rank."""
-
-    def teardown(self) -> None:
-        if current_rank() is not None:  # the host has set nothing up
-            super().teardown()
 
 
 # Its items run coroutines by `setup` and `runtest`, which a rank calls as any process does.

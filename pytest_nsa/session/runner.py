@@ -41,6 +41,7 @@ from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 # Reserved in a test's time for dumping and killing, so that the report comes within its time limit.
 RESERVE_S = 2.0
 FRESH_GROUPS = 50
+AFTER_FAILURE_S = 5.0
 
 
 class RankRunner:
@@ -128,8 +129,9 @@ class RankRunner:
             job = self._with_its_file(item.session, job, name)
             folder = Path(job.folder)
             verdict, evidence = self._run(
-                item.session, job, keep=self._keeps(item, scenario), record=tried is None, is_tried=tried is not None
-            )
+                item.session, job, keep=self._keeps(item, scenario), record=tried is None, is_tried=tried is not None,
+                awaits_all=_is_marked_to_fail(item),
+            )  # fmt: skip
         finally:
             if not job.stay:
                 self.resources.release()
@@ -193,16 +195,25 @@ class RankRunner:
         write_json(Path(job.folder) / "job.json", content)
 
     def _run(
-        self, session: pytest.Session, job: Job, *, keep: bool, record: bool, is_tried: bool = False
+        self,
+        session: pytest.Session,
+        job: Job,
+        *,
+        keep: bool,
+        record: bool,
+        is_tried: bool = False,
+        awaits_all: bool = False,
     ) -> tuple[Verdict, Evidence]:
         """Run a job to its verdict. With ``record``, add it to the run's list at once, unless other processes have to agree.
 
-        ``is_tried``: a run of a bisection; an interrupt of it does not replace the verdict of the failure.
+        ``is_tried``: a run of a bisection; an interrupt of it does not replace the verdict of the failure. ``awaits_all``: a rank
+        that fails as expected does not end the others, each of which has to fail so or pass.
         """
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
             run=job.timeout - min(RESERVE_S, 0.2 * job.timeout),
             hang_after=self.settings.hang_after,
+            after_failure=job.timeout if awaits_all else AFTER_FAILURE_S,
         )
         folder = Path(job.folder)
         try:
@@ -289,3 +300,9 @@ class RankRunner:
 def _is_expected(item: pytest.Function, verdict: Verdict) -> bool:
     """Return whether a test is marked to fail, in this way: there is nothing to narrow down."""
     return item.get_closest_marker("xfail") is not None or marked.value(item, "fails_as") == verdict.cause
+
+
+def _is_marked_to_fail(item: pytest.Item) -> bool:
+    """Return whether a mark tells which failures are expected, so that each rank's counts."""
+    named = any(mark.kwargs.get("raises") is not None for mark in item.iter_markers("xfail"))
+    return named or item.get_closest_marker("fails_as") is not None

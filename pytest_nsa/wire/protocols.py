@@ -69,8 +69,11 @@ class Launcher(Starter, Protocol):
 
 @dataclass(kw_only=True)
 class Limits:
-    """Seconds: to form the group, for the body, and of a suspected stall after which to give up (0: never)."""
+    """Seconds: to form the group, for the body, and of a suspected stall after which to give up (0: never); ``after_failure``:
+    for ranks that do not only wait, once another has failed or died.
+    """
 
     start: float
     run: float
     hang_after: float
+    after_failure: float

@@ -116,7 +116,7 @@ class Attachment:
         job = replace(job, seed=go["seed"])
         follower = Follower(self.wire, key, job, self.outer.rank)
         follower.poll()  # the leader's limit for silent processes counts from here
-        endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0)
+        endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0, after_failure=NEVER_S)
         try:
             RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
         finally:

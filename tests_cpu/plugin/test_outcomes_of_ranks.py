@@ -1,0 +1,279 @@
+"""Generated tests on two ranks, against plain pytest on the body of each rank: the worst rank decides, marks apply to the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import run_example, run_in
+
+# One file for both: under plain pytest a death is an exception that no mark names.
+CASES = """
+import itertools, os, signal, unittest
+import pytest
+
+RANK, PLAIN = int(os.environ.get("RANK", -1)), "PLAIN" in os.environ
+
+class Died(Exception): pass
+
+def act(phase, case):
+    where, ranks, how = case[:3]
+    if phase != where or int(os.environ["RANK"]) not in ranks:
+        return
+    if how == "raises":
+        raise ValueError(phase)
+    assert how != "asserts"
+    if how == "skips":
+        pytest.skip("as a test")
+    if how == "xfails":
+        pytest.xfail("as a test")
+    if PLAIN:
+        raise Died
+    os._exit(3) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.fixture
+def around(case):
+    act("setup", case)
+    yield
+    act("teardown", case)
+
+MARKS = {
+    "": (), "any": pytest.mark.xfail, "value": pytest.mark.xfail(raises=ValueError), "strict": pytest.mark.xfail(strict=True),
+    "matches": pytest.mark.xfail(raises=(KeyError, ValueError), strict=True),
+    "elsewhere": pytest.mark.xfail("int(os.environ.get('RANK', 1)) == 0", reason="on rank 0", raises=ValueError),
+}
+HOWS = {"setup": ("raises", "asserts"), "call": ("raises", "asserts", "exits", "killed"), "teardown": ("raises", "exits")}
+ALL = [(phase, ranks, how, mark) for phase in HOWS for how in HOWS[phase] for ranks in ((1,), (0, 1)) for mark in MARKS]
+ALL += [(phase, (0, 1), how, mark) for phase in ("setup", "call") for how in ("skips", "xfails") for mark in ("", "strict")]
+ALL += [("never", (), "", mark) for mark in MARKS]
+ALL += [("call", (0, 1), "raises", mark, "added") for mark in MARKS] + [("never", (), "", mark, "added") for mark in MARKS]
+
+def named(case):
+    return "-".join(["".join(map(str, part)) if isinstance(part, tuple) else part or "none" for part in case])
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c[4:] else MARKS[c[3]], id=named(c)) for c in ALL])
+def test_it(around, case, request):
+    if case[4:] and MARKS[case[3]]:
+        request.node.add_marker(MARKS[case[3]])
+    act("call", case)
+"""
+CONFTEST = """
+import json, os
+def pytest_runtest_logreport(report):
+    if "RANK" in os.environ and "PLAIN" not in os.environ:
+        return  # in a rank
+    with open(os.environ["REPORTS"], "a") as file:
+        file.write(json.dumps([report.nodeid.partition("::")[2], report.when, report.outcome, hasattr(report, "wasxfail"),
+                               str(report.longrepr)[:20]]) + "\\n")
+"""
+Phases = dict[str, tuple[str, ...]]
+
+
+def outcomes(path: Path) -> dict[str, dict[str, str]]:
+    """Return the outcome of each phase of each test: passed, failed, skipped, xfailed, xpassed, or xpassed strictly."""
+    found: dict[str, dict[str, str]] = {}
+    for line in path.read_text().splitlines():
+        name, when, outcome, is_expected, text = json.loads(line)
+        if is_expected:
+            outcome = {"skipped": "xfailed", "passed": "xpassed"}[outcome]
+        if text.startswith("[XPASS(strict)]"):
+            outcome = "xpassed strictly"
+        found.setdefault(name, {})[when] = outcome
+    return found
+
+
+def folded(ranks: list[Mapping[str, str]], phases: tuple[str, ...]) -> str:
+    """Return the outcome of some phases on all ranks: the worst, and expected only if each failure was."""
+    seen = [rank[phase] for rank in ranks for phase in phases if phase in rank]
+    order = ("failed", "xfailed", "xpassed strictly", "xpassed", "skipped", "passed")
+    return next((outcome for outcome in order if outcome in seen), "")
+
+
+def run_plain(folder: Path, rank: int) -> dict[str, dict[str, str]]:
+    path = folder / f"plain{rank}.jsonl"
+    environment = {**os.environ, "RANK": str(rank), "PLAIN": "1", "REPORTS": str(path)}
+    arguments = (
+        "-p",
+        "no:nsa",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--tb=no",
+        "-p",
+        "no:randomly",
+        "--rootdir",
+        str(folder),
+    )
+    subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=folder, env=environment, check=False, timeout=100,
+                   capture_output=True)  # fmt: skip
+    return outcomes(path)
+
+
+@pytest.mark.timeout(175)
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
+def test_an_outcome_is_that_of_plain_pytest_on_the_worst_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    (tmp_path / "test_cases.py").write_text(CASES)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    monkeypatch.setenv("REPORTS", str(tmp_path / "ranks.jsonl"))
+    result = run_in(tmp_path, "-q", "--tb=no", "-n", workers)
+    plain, found = [run_plain(tmp_path, rank) for rank in range(2)], outcomes(tmp_path / "ranks.jsonl")
+    assert len(found) == len(plain[0]) > 100
+    wrong = {}
+    for name, phases in found.items():
+        for part in (("setup", "call"), ("teardown",)):
+            wanted = folded([rank[name] for rank in plain], part)
+            if folded([phases], part) != wanted:
+                wrong[name, part] = (folded([phases], part), wanted)
+    assert wrong == {}
+    assert result.returncode == 1
+
+
+def test_a_process_that_a_rank_forks_has_no_outcome(pytester: pytest.Pytester) -> None:
+    """The rank alone reports: what its fork returns, raises or writes changes nothing."""
+    result = run_example(
+        pytester,
+        """
+        HOWS = ("passes", "fails", "dies", "hangs")
+        def fork_one(group, how):
+            if group.rank != 1:
+                return
+            pid = os.fork()
+            if pid == 0:
+                dist.new_group([1]) if how == "hangs" else None  # evidence that is not the rank's
+                return "child"
+            os.waitpid(pid, 0)
+            assert how != "fails"
+            if how == "dies":
+                os._exit(3)
+            if how == "hangs":
+                threading.Event().wait()
+
+        @world_size(2)
+        @pytest.mark.timeout(10)
+        @pytest.mark.parametrize("how", HOWS)
+        def test_body(group, how):
+            fork_one(group, how)
+
+        @pytest.fixture
+        def around(group, how):
+            fork_one(group, how)
+            yield
+        @world_size(2)
+        @pytest.mark.parametrize("how", HOWS[:3])
+        def test_fixture(around): pass
+
+        @world_size(2)
+        def test_child_raises(group):
+            if group.rank == 1 and (pid := os.fork()):
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+            elif group.rank == 1:
+                raise ValueError("only the child")
+        """,
+    )
+    found = {name: (v.outcome, v.ranks) for name, v in result.verdicts.items() if v.failed}
+    assert found == {
+        "test_body[fails]": ("FAIL", (1,)), "test_body[dies]": ("FAIL", (1,)), "test_body[hangs]": ("HANG", (1,)),
+        "test_fixture[fails]": ("FAIL", (1,)), "test_fixture[dies]": ("FAIL", (1,)),
+    }  # fmt: skip
+    assert result.outcomes["passed"] == 3
+
+
+def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester,
+        """
+        @world_size(2)
+        @pytest.mark.timeout(8)
+        @pytest.mark.xfail(raises=ValueError)
+        @pytest.mark.parametrize("waits", ["for nobody", "for the rank that raised"])
+        def test_it(group, waits):
+            if group.rank == 0:
+                raise ValueError
+            threading.Event().wait() if waits == "for nobody" else dist.barrier()
+
+        @world_size(2)
+        @fails_as("assertion")
+        @pytest.mark.parametrize("other", ["passes", "dies", "fails in teardown"])
+        def test_cause(group, other, request):
+            if group.rank == 1 and other == "fails in teardown":
+                request.addfinalizer(lambda: 1 / 0)
+            if group.rank == 1 and other == "dies":
+                os.abort()
+            assert group.rank
+        """,
+    )
+    expected = {name: v.expected for name, v in result.verdicts.items()}
+    assert expected == {
+        "test_it[for nobody]": False, "test_it[for the rank that raised]": True,
+        "test_cause[passes]": True, "test_cause[dies]": False, "test_cause[fails in teardown]": False,
+    }  # fmt: skip
+    # Two reports of the last: its body and its teardown.
+    assert (result.outcomes["xfailed"], result.outcomes["failed"], result.outcomes["errors"]) == (2, 3, 1)
+
+
+def test_pytest_exit_on_one_rank_hides_no_failure_of_another(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester,
+        """
+        @world_size(2)
+        def test_it(group):
+            if group.rank == 1:
+                pytest.exit("enough", returncode=0)
+            assert False
+        @world_size(2)
+        def test_later(group): pass
+        """,
+        "--junitxml=out.xml",
+    )
+    assert (result.returncode, result.outcomes) == (1, {"failed": 1})
+    assert 'tests="1"' in (pytester.path / "out.xml").read_text()
+
+
+def test_pytest_exit_where_no_rank_failed_ends_the_session_as_asked(pytester: pytest.Pytester) -> None:
+    source = """
+    @world_size(2)
+    def test_it(group):
+        dist.barrier()
+        if group.rank == 1:
+            pytest.exit("enough", returncode=0)
+    """
+    assert run_example(pytester, source).returncode == 0
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 has the fixture subtests")
+def test_a_skip_in_a_subtest_is_the_subtest_s(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester,
+        """
+        import unittest
+        @world_size(2)
+        @pytest.mark.parametrize("how", ["skips", "xfails", "skips on one", "fails"])
+        def test_it(group, subtests, how):
+            with subtests.test("first"):
+                if how == "xfails":
+                    pytest.xfail("known")
+                if how == "skips" or (how == "skips on one" and group.rank):
+                    pytest.skip("not here")
+                assert how != "fails"
+
+        @world_size(2)
+        class TestCase(unittest.TestCase):
+            def test_one_is_skipped(self):
+                with self.subTest("first"):
+                    self.skipTest("not here")
+        """,
+    )
+    found = {name: v.outcome for name, v in result.verdicts.items()}
+    assert found == {
+        "test_it[skips]": "PASS", "test_it[xfails]": "PASS", "test_it[skips on one]": "PASS", "test_it[fails]": "FAIL",
+        "TestCase::test_one_is_skipped": "PASS",
+    }  # fmt: skip
