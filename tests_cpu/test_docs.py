@@ -80,25 +80,6 @@ def test_a_circle_is_refused() -> None:
         rooms.shortest({"a": {"b"}, "b": {"a"}})
 
 
-def test_no_package_has_more_than_twenty_modules() -> None:
-    """A file is found by its package's name. Kernels and rules are lists of their kind: one file per family."""
-    modules = [path for package in ("pytest_nsa", "nsa") for path in (ROOT / package).rglob("*.py")]
-    sizes = Counter(str(path.parent.relative_to(ROOT)) for path in modules if path.name != "__init__.py")
-    crowded = {package: n for package, n in sizes.items() if n > 20}
-    assert set(crowded) <= {"nsa/kernels/triton", "pytest_nsa/diagnosis/rules"}, crowded
-
-
-def test_a_module_of_more_than_400_lines_gives_its_reason() -> None:
-    """In its docstring; planted faults are recorded by subject, which CONTRIBUTING.md states once for all."""
-    folders = ("pytest_nsa", "nsa", "tests_cpu", "tests_gpu", "benchmarks", "docs", "examples")
-    long = [
-        path for folder in folders for path in (ROOT / folder).rglob("*.py")
-        if len(path.read_text(encoding="utf-8").splitlines()) > 400 and not path.name.startswith(("planted_", "healthy_"))
-    ]  # fmt: skip
-    docstrings = {path.name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in long}
-    assert [name for name, text in docstrings.items() if "More than 400 lines" not in text] == []
-
-
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside functions and for types alone count as well: the drawing leaves those for types out."""
     graph = grimp.build_graph("pytest_nsa", "nsa", cache_dir=None)

@@ -280,7 +280,7 @@ class RankRecorder:
             record(self.ctx.folder, event=event, reason=reason, **origin(error))
 
     def _expectation(self, item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any] | None:
-        """Return what the test's mark xfail, also one that the test has added, says of this phase; None without a mark."""
+        """Return what the test's mark xfail, also one that the test has added, states for this phase; None without a mark."""
         error = call.excinfo.value if call.excinfo is not None else None
         if isinstance(error, pytest.xfail.Exception):
             return {"reason": str(error.msg), "strict": False, "any": False, "expects": True}

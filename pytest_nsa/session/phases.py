@@ -138,7 +138,7 @@ def _unreported(rank: RankEvidence, reports: dict[Phase, dict[str, Any]]) -> Pha
 
 
 def _only_waited(rank: RankEvidence, verdict: Verdict) -> bool:
-    """Return whether a rank that no one blames was ended while it waited for another, or lost its connection to it."""
+    """Return whether a rank that is blamed for nothing was ended while it waited for another, or lost its connection to it."""
     from pytest_nsa.diagnosis.rules.exits import (
         is_victim,
         is_victim_text,

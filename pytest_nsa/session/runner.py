@@ -303,6 +303,6 @@ def _is_expected(item: pytest.Function, verdict: Verdict) -> bool:
 
 
 def _is_marked_to_fail(item: pytest.Item) -> bool:
-    """Return whether a mark tells which failures are expected, so that each rank's counts."""
+    """Return whether a mark names the failures that are expected, so that each rank's counts."""
     named = any(mark.kwargs.get("raises") is not None for mark in item.iter_markers("xfail"))
     return named or item.get_closest_marker("fails_as") is not None
