@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import re
 import sys
-from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
