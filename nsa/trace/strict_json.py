@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
+from json import dumps  # bound before a test can replace it
 from typing import Any
 
 
 def to_json(value: Any, *, indent: int | None = None, as_text: bool = False) -> str:
     """Return ``value`` as JSON, on one line or indented. NaN and infinities are null; if ``as_text``, 'nan', 'inf' and '-inf'."""
     try:
-        return json.dumps(value, indent=indent, allow_nan=False)
+        return dumps(value, indent=indent, allow_nan=False)
     except ValueError:  # a NaN or an infinity
-        return json.dumps(_without_nan(value, as_text), indent=indent, allow_nan=False)
+        return dumps(_without_nan(value, as_text), indent=indent, allow_nan=False)
 
 
 def _without_nan(value: Any, as_text: bool) -> Any:

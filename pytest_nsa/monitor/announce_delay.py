@@ -15,7 +15,6 @@ a pause that recurs (a checkpoint, an evaluation) is announced once at most. If 
 from __future__ import annotations
 
 import ast
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.evidence.waiting import BUSY, has_a_time_limit
+from pytest_nsa.system.clock import monotonic
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
@@ -44,7 +44,7 @@ class Past:
 
     def moved(self, rank: int, before: BoardSnapshot, after: BoardSnapshot, pause: float) -> None:
         """Record that a rank has moved again after ``pause`` seconds."""
-        now = time.monotonic()
+        now = monotonic()
         if after.numbers["step"] > before.numbers["step"]:
             began = self._step_began.get(rank)
             if began is not None:
@@ -78,7 +78,7 @@ class AnnounceDelay:
 
     def is_due(self, finding: Finding, evidence: Evidence, past: Past, stalled_s: float) -> bool:
         """Return whether to announce now; ``stalled_s``: since the culprits moved, or since all have been stalled."""
-        now = time.monotonic()
+        now = monotonic()
         self.at_work = is_at_work(finding, evidence)
         state = ("at work" if self.at_work else finding.cause, finding.ranks)
         if state != self.state:

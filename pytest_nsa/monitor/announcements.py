@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announce_delay import AnnounceDelay, may_act
 from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.system.clock import monotonic, wall_clock
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import Limits
@@ -52,11 +52,11 @@ class Suspicions:
         append_line(
             self.folder / "suspicions.jsonl",
             {
-                "time": time.time(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
+                "time": wall_clock(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
                 "reason": found.reason, "certain": found.certain, "at_work": at_work, "stalled_s": round(seconds, 2),
             },
         )  # fmt: skip
-        left = max(0.0, self.limits.run - (time.monotonic() - watch.running_since))
+        left = max(0.0, self.limits.run - (monotonic() - watch.running_since))
         self.announce(self._text(found, seconds, left, at_work=at_work))
 
     def _text(self, found: Finding, seconds: float, left: float, *, at_work: bool) -> str:
@@ -83,7 +83,7 @@ def may_act_in(folder: Path) -> bool:
 
 
 def _note(folder: Path, error: Exception) -> None:
-    append_line(folder / "suspicions.jsonl", {"time": time.time(), "error": f"{type(error).__name__}: {error}"})
+    append_line(folder / "suspicions.jsonl", {"time": wall_clock(), "error": f"{type(error).__name__}: {error}"})
 
 
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import request_counters, sample_processes
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.locks import file_locks
 
 
@@ -48,14 +48,14 @@ class ObservedJob:
         watch.look(worked=True)
         note(self.log, "sampled", beat_age_s=watch.beat_ages)
         self._ended(alive, statuses or {})
-        note(self.log, "ended", duration_s=time.time() - began)
+        note(self.log, "ended", duration_s=wall_clock() - began)
 
     def record_end(self, began: float) -> None:
         """Record the job's state after its test has failed by itself."""
         self.log.unlink(missing_ok=True)
         note(self.log, "started", time=began, pids=[])
         self._ended({}, {})
-        note(self.log, "ended", duration_s=time.time() - began)
+        note(self.log, "ended", duration_s=wall_clock() - began)
 
     def _ended(self, alive: Mapping[int, int], statuses: Mapping[int, int]) -> None:
         for rank, board in self.watch.boards.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_in_different_calls
 from pytest_nsa.monitor.announce_delay import Past
+from pytest_nsa.system.clock import monotonic, wall_clock
 
 QUIET_S = 0.2
 GRACE_S = 1.0  # of a stall, before it counts as one
@@ -25,10 +25,10 @@ def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
     n = board.numbers
     if beat := n.get("beat_monotonic"):
         # By both clocks: one may have been set, the other is another machine's.
-        silent = min(now - beat, time.time() - n.get("beat_time", 0.0))
+        silent = min(now - beat, wall_clock() - n.get("beat_time", 0.0))
         return BEAT_S * n.get("still_looks", 0.0) + max(0.0, silent)
     wrote = max(n.get("phase_time", 0.0), n.get("line_time", 0.0))
-    return max(0.0, time.time() - wrote) if wrote else 0.0
+    return max(0.0, wall_clock() - wrote) if wrote else 0.0
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ProgressWatch:
     _held_up: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=100))
 
     def __post_init__(self) -> None:
-        self.last_move = self._last_look = time.monotonic()
+        self.last_move = self._last_look = monotonic()
 
     def add_from(self, folder: Path) -> None:
         """Watch also the ranks that have a board in ``folder`` (``rankR/board.bin``)."""
@@ -58,11 +58,11 @@ class ProgressWatch:
 
     def stalled_for(self, rank: int) -> float:
         """Seconds since a rank moved."""
-        return time.monotonic() - self._moves.get(rank, time.monotonic())
+        return monotonic() - self._moves.get(rank, monotonic())
 
     def look(self, *, worked: bool = False) -> None:
         """Read every board and note what moved. ``worked``: the caller itself has taken time since the last look."""
-        now = time.monotonic()
+        now = monotonic()
         if not worked and now - self._last_look > HELD_UP_S:
             self._held_up.append((self._last_look, now))
         if now - self._last_look > 5.0:
@@ -95,12 +95,12 @@ class ProgressWatch:
     @property
     def stalled_s(self) -> float:
         """Seconds since any rank moved."""
-        return time.monotonic() - self.last_move
+        return monotonic() - self.last_move
 
     @property
     def longest_wait(self) -> float:
         """Seconds since any rank moved; or since a rank moved that waits in a collective for ranks that do move, if longer."""
-        now = time.monotonic()
+        now = monotonic()
         waits = [now - self._moves[rank] for rank, board in self.boards.items() if board.inside and rank in self._moves]
         return max([self.stalled_s, *waits])
 
@@ -109,7 +109,7 @@ class ProgressWatch:
         """Seconds since each rank's last heartbeat, by the monotonic clock, without the time in which this process did not run
         either: the machine causes a silence that all processes share.
         """
-        now = time.monotonic()
+        now = monotonic()
         # Without a first beat, the silence began when the rank moved.
         beats = {r: b.numbers.get("beat_monotonic") or self._moves.get(r, now) for r, b in self.boards.items()}
         shared = {r: sum(max(0.0, end - max(start, beat)) for start, end in self._held_up) for r, beat in beats.items()}
@@ -117,7 +117,7 @@ class ProgressWatch:
 
     def stop_facts(self) -> dict[str, Any]:
         """Return for how long no rank has moved, and which ranks have moved within `GRACE_S`, as evidence."""
-        now = time.monotonic()
+        now = monotonic()
         moved = [rank for rank, at in self._moves.items() if now - at < GRACE_S]
         return {"stalled_s": self.stalled_s, "moved": self.stalled_s < GRACE_S, "moved_ranks": moved}
 
@@ -136,7 +136,7 @@ class ProgressWatch:
         if self.stalled_s < QUIET_S or not self._disagree():
             self._departed_since = 0.0
             return False
-        now = time.monotonic()
+        now = monotonic()
         self._departed_since = self._departed_since or now
         return now - self._departed_since >= CONFIRM_MISMATCH_S
 
@@ -146,7 +146,7 @@ class ProgressWatch:
 
     def ends_by_itself(self, within: float) -> bool:
         """Return whether a rank waits in a call with a time limit that ends within ``within`` seconds, or has just ended."""
-        now = time.time()
+        now = wall_clock()
         return any(now - AFTER_LIMIT_S < board.limit_time < now + within for board in self.boards.values())
 
     def is_even(self) -> bool:

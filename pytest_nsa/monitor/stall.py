@@ -6,11 +6,11 @@ seconds does not end a test because the machine is slow or busy.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import ProcessState, difference, look_at
 
@@ -39,7 +39,7 @@ class StallClock:
 
     def look(self, pids: Mapping[int, int], stalled_s: float) -> bool:
         """Look at the processes (rank -> pid) if it is time to; return whether the stall should be assessed (again) now."""
-        now = time.monotonic()
+        now = monotonic()
         if stalled_s < BEGIN_S or now - self._sampled < SAMPLE_S:
             return False
         is_first = not self._sampled

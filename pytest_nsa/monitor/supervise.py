@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from pytest_nsa.monitor.second_look import (
     wants_to_dump,
 )
 from pytest_nsa.monitor.stall import StallClock
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.procfs import has_more_threads
@@ -64,12 +64,12 @@ class RanksRun:
 
     def run(self) -> None:
         """Start, watch and end the ranks. Raises LaunchError; a KeyboardInterrupt is raised again once no rank is left."""
-        started = time.monotonic()
+        started = monotonic()
         xids = XidWatch() if self.job.device == "cuda" else None
         try:
             self.pids = self.launcher.start(self.job)
             note(self.log, "started", pids=self.pids)
-            reason = self._watch(time.monotonic())
+            reason = self._watch(monotonic())
             if reason:
                 self._stop(reason)
         except KeyboardInterrupt as interrupt:
@@ -83,7 +83,7 @@ class RanksRun:
                 for error in xids.read():
                     note(self.log, "xid", **error)
                 xids.close()
-            note(self.log, "ended", duration_s=time.monotonic() - started)
+            note(self.log, "ended", duration_s=monotonic() - started)
             with contextlib.suppress(OSError):
                 (self.folder / "store").unlink()
 
@@ -103,7 +103,7 @@ class RanksRun:
             self.watch.look()
             if self._look_closer():
                 self.watch.look(worked=True)  # the closer look may have taken long: see what moved in that time
-            now = time.monotonic()
+            now = monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
             if failed_at and self._nothing_to_wait_for(now - failed_at):
@@ -133,7 +133,7 @@ class RanksRun:
     def _has_limits_to_come(self) -> bool:
         """Return whether a rank's wait ends by itself before the test does: until then it is no stall."""
         since = self.watch.running_since
-        return bool(since) and self.watch.ends_by_itself(self.limits.run - (time.monotonic() - since))
+        return bool(since) and self.watch.ends_by_itself(self.limits.run - (monotonic() - since))
 
     def _past_limits(self, started: float, now: float) -> str:
         since = self.watch.running_since
@@ -232,8 +232,8 @@ class RanksRun:
         self._ended_by = self._ended_by or "cleanup"
         if len(self.statuses) < len(self.pids) or (self.job.stay and not self._may_stay()):
             self.launcher.kill()
-        deadline = time.monotonic() + KILL_WAIT_S
-        while len(self.statuses) < len(self.pids) and time.monotonic() < deadline:
+        deadline = monotonic() + KILL_WAIT_S
+        while len(self.statuses) < len(self.pids) and monotonic() < deadline:
             self._collect(POLL_S)
 
     def _may_stay(self) -> bool:

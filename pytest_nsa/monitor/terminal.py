@@ -7,12 +7,12 @@ import os
 import select
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from pytest_nsa.system import unix_sockets
+from pytest_nsa.system.clock import monotonic
 
 
 def without_capture(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
@@ -75,11 +75,11 @@ class DebuggerServer:
             if self.once and self._served:
                 return 0.0
             self._served += 1
-            began = time.monotonic()
+            began = monotonic()
             with self._terminal.lent():
                 print("\n>>> a rank is in the debugger; the others wait, and no time limit runs", flush=True)
                 self._relay(connection)
-            return time.monotonic() - began
+            return monotonic() - began
 
     def finish(self) -> None:
         """No-op."""

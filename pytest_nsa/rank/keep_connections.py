@@ -7,13 +7,14 @@ thread, a future or autograd): the lost connection ends that collective.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
+from os import kill
 from pathlib import Path
 
 from nsa.trace.stall.threads import lasting_threads
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, read_numbers
+from pytest_nsa.system.clock import monotonic, wall_clock
 
 POLL_S = 0.02
 SETTLED_S = 0.2  # in one call: a collective that can complete is left within it
@@ -36,9 +37,9 @@ def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
 
     ``done`` is the number of the phase 'done'. Ranks of another machine have no board here, and do not count.
     """
-    began = time.monotonic()
+    began = monotonic()
     waits: dict[int, tuple[float, float]] = {}  # by pid: the call without a limit that it waits in, and since when
-    while (now := time.monotonic()) - began < longest:
+    while (now := monotonic()) - began < longest:
         others = _not_done(folders, done)
         calls = {p: _call_without_limit(b) for p, b in others.items()}
         waits = {p: waits[p] if p in waits and waits[p][0] == call else (call, now) for p, call in calls.items()}
@@ -55,7 +56,7 @@ def _not_done(folders: Sequence[Path], done: int) -> dict[int, Mapping[str, floa
 
 def _call_without_limit(board: Mapping[str, float]) -> float:
     """Return a number that identifies the call without a limit that a rank has under way; 0 without one."""
-    if board["limit_time"] + AFTER_LIMIT_S > time.time():
+    if board["limit_time"] + AFTER_LIMIT_S > wall_clock():
         return 0.0
     is_pending = board["collectives_entered"] > board["collectives_left"]
     return board["blocked_in"] or (board["collectives_entered"] if is_pending else 0.0)
@@ -63,7 +64,7 @@ def _call_without_limit(board: Mapping[str, float]) -> float:
 
 def _lives(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        kill(pid, 0)
     except OSError:
         return False
     return True

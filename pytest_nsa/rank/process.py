@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +170,7 @@ class RankProcess:
 
         on_gpu = self.spec.device == "cuda"
         facts = {"machine": machine(on_gpu=on_gpu), "memory_mib": limit_mib()}
-        record(folder, event="start", pid=os.getpid(), notes=self.notes, **facts)
+        record(folder, event="start", pid=getpid(), notes=self.notes, **facts)
         session = installed()
         add_user_file(job.body)
         install()
@@ -225,7 +226,7 @@ class RankProcess:
         peaks = _peaks(memory, self.device)
         if _late_modules() != imported:  # modules that other ranks inherit count for no test
             peaks.pop("added_mib", None)
-        record(folder, event="done", passed=passed, pid=os.getpid(), **peaks)
+        record(folder, event="done", passed=passed, pid=getpid(), **peaks)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         return 0 if passed else EXIT_FAILED

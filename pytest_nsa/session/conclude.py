@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.traces import merge
 from pytest_nsa.session.folders import RunFolder
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import append_line, replacing, write_atomically
 
@@ -40,7 +40,7 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
     # Not before the first verdict: processes of a suite that make none, and the zygote, do without the rules.
     from pytest_nsa.diagnosis.engine import diagnose
 
-    began = time.time()
+    began = wall_clock()
     evidence = load(folder)
     if not all(rank.passed for rank in evidence.ranks):
         evidence = with_sources(evidence)
@@ -48,7 +48,7 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
     verdict = replace(verdict, figures=_figures(evidence))
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=0.0) or began
     if verdict.failed:  # from the stop, or without one from the end of the last rank, to here
-        verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
+        verdict = replace(verdict, time_to_verdict_s=round(max(0.0, wall_clock() - known), 3))
     if keep or verdict.failed:
         with ignore_full_disk():
             write_verdict(folder, verdict)

@@ -18,6 +18,7 @@ import pytest
 from pytest_nsa.report.runs import ANNOUNCEMENTS, hold
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.terminal import short_path
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import (
     check_owner,
     check_room,
@@ -210,7 +211,7 @@ class RunFolder:
         """Announce something that is to be read while the test runs. ``facts``: ``time``, if not now; ``printed``, if it is."""
         self.note(text)
         with ignore_full_disk():
-            append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text, **facts})
+            append_line(self.path / ANNOUNCEMENTS, {"time": wall_clock(), "text": text, **facts})
 
     def notices(self) -> list[str]:
         """Return what any worker passed to `report`."""

@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
+
+from pytest_nsa.system.clock import monotonic
 
 DEFER_S = 15.0  # torchrun gives 30
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -103,7 +104,7 @@ class Signals:
         """Return whether the leader has time left to end the test; should it not, this process interrupts itself."""
         if not self.defers:
             return False
-        now = time.monotonic()
+        now = monotonic()
         if not self._deferred_since:
             self._deferred_since = now
             again = threading.Timer(DEFER_S + 1, os.kill, (os.getpid(), number))

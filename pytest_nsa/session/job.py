@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pytest_nsa import marked
 from pytest_nsa.session.bisect import Variation
 from pytest_nsa.session.needs import Needs, tracing_of
 from pytest_nsa.settings import Settings
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.leases import Lease
 from pytest_nsa.wire.messages import Job, plain_nodeid
 
@@ -47,7 +47,7 @@ def job_of(
         folder=str(folder),
         root=str(item.config.rootpath),
         timeout=timeout,
-        created=time.time(),
+        created=wall_clock(),
         seed=random.SystemRandom().getrandbits(64),
         values=values,
         overrides=dict(tried.fixtures) if tried is not None else {},

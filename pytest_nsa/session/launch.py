@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from pytest_nsa.rank.context import current_rank
 from pytest_nsa.session.folders import safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
 from pytest_nsa.session.outcome import Outcome
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire.messages import Job, plain_nodeid
 
@@ -72,7 +72,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             function=f"{function.__module__}:{function.__qualname__}",
             arguments=arguments or {},
             fsdp_version=runner.settings.fsdp_version,
-            created=time.time(),
+            created=wall_clock(),
         )
         verdict, folder = runner.run_function(request.session, job)
         folders.append(folder)

@@ -20,6 +20,7 @@ import pytest
 from pytest_nsa.rank import coverage
 from pytest_nsa.settings import COLD_JOB, child_environment
 from pytest_nsa.system.children import kill_dead_ranks_groups
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.prctl import die_with, kill_group
 from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.files import open_to_append, write_atomically
@@ -54,9 +55,9 @@ class ZygoteLauncher:
         self._number += 1
         ahead = None if self._ahead is None else asdict(self._ahead)
         self.channel.send(op="run", number=self._number, job=job.to_json(), ahead=ahead)
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            for message in self._receive(max(0.0, deadline - time.monotonic())):
+        deadline = monotonic() + START_S
+        while monotonic() < deadline:
+            for message in self._receive(max(0.0, deadline - monotonic())):
                 if message["op"] == "started":
                     self._pids = message["pids"]
                     return self._pids
@@ -83,24 +84,24 @@ class ZygoteLauncher:
             return
         if self._process is not None:
             self._process.returncode = 0  # reaped below: no warning that it still runs
-        deadline = time.monotonic() + CLOSE_S
+        deadline = monotonic() + CLOSE_S
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
-                if time.monotonic() >= deadline:
+                if monotonic() >= deadline:
                     os.kill(self.pid, signal.SIGKILL)  # its ranks die with it
                     os.waitpid(self.pid, 0)
                     return
                 time.sleep(0.002)
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_S
+        deadline = monotonic() + READY_S
         while not self._ready:
-            messages = self._receive(max(0.0, deadline - time.monotonic()))
+            messages = self._receive(max(0.0, deadline - monotonic()))
             unfit = next((m["reason"] for m in messages if m["op"] == "unfit"), "")
             if unfit:
                 raise UnfitError(unfit)
             self._ready = any(m["op"] == "ready" for m in messages)
-            if not self._ready and time.monotonic() >= deadline:
+            if not self._ready and monotonic() >= deadline:
                 raise LaunchError(f"the zygote was not ready within {READY_S:.0f} s{self._log_tail()}")
 
     @property
@@ -183,7 +184,7 @@ class ColdLauncher:
         return [process.pid for process in self._ranks.values()]
 
     def exits(self, timeout: float) -> dict[int, int]:
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         while True:
             found = {}
             for rank, process in self._ranks.items():
@@ -195,7 +196,7 @@ class ColdLauncher:
                 code = process.wait()
                 self._reported.add(rank)
                 found[rank] = -code if code < 0 else code << 8
-            if found or time.monotonic() >= deadline:
+            if found or monotonic() >= deadline:
                 return found
             time.sleep(0.02)
 

@@ -6,12 +6,12 @@ import contextlib
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.prctl import fork, kill_group
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 
@@ -123,7 +123,7 @@ class WorkerGroup:
     @property
     def is_late(self) -> bool:
         """Whether a job has waited too long for the ranks to join their group."""
-        return self.pending is not None and time.monotonic() - self.pending_since > JOIN_S
+        return self.pending is not None and monotonic() - self.pending_since > JOIN_S
 
     def fits(self, job: Job) -> bool:
         """Return whether ``job`` may run here: ranks that stayed serve only their own class or module."""

@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from pytest_nsa.rank.replay import make_ranks_config, prepare
 from pytest_nsa.spawn.worker_group import Member, WorkerGroup
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.children import children, end_orphans
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group, set_handler
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.tcp import hold_ports, numbers_of
@@ -76,7 +76,7 @@ class Zygote:
 
     def serve(self) -> None:
         """Preload, report that we are ready, and fork ranks until the first host has closed its end."""
-        began = time.monotonic()
+        began = monotonic()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -91,7 +91,7 @@ class Zygote:
         self._random = random.getstate()
         self._own = set(children())  # processes that collection has started are no orphans
         self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
-        rest = time.monotonic() - began - self._importing_s
+        rest = monotonic() - began - self._importing_s
         print(f"zygote: imports {self._importing_s:.3f} s, everything else {rest:.3f} s", flush=True)  # to its log
         self.first.channel.send(**self._greeting)
         while not self.first.channel.closed and not self._is_ended:
@@ -135,10 +135,10 @@ class Zygote:
         """Import what ranks need and install the tracers; '' or the reason that ranks must not be forked from here."""
         threads = restless_threads()
         needs_late = any(LATE_FIXTURES.intersection(getattr(i, "fixturenames", ())) for i in self.items.values())
-        began = time.monotonic()
+        began = monotonic()
         for module in (*PRELOAD, *(LATE if needs_late else ())):
             importlib.import_module(module)
-        self._importing_s = time.monotonic() - began
+        self._importing_s = monotonic() - began
         import torch
 
         from nsa.trace.session import installed
@@ -230,7 +230,7 @@ class Zygote:
             stayed.kill()
         ahead, host.ahead = host.ahead, None
         if ahead is not None and ahead.fits(job):
-            ahead.number, ahead.pending, ahead.pending_since = number, job, time.monotonic()
+            ahead.number, ahead.pending, ahead.pending_since = number, job, monotonic()
             host.current = ahead
             self._settle(host, ahead)
             return

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.commands import command_line
 from pytest_nsa.system.procfs import children_of, stat_of
 
@@ -39,8 +40,8 @@ def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
     group that still has members; if a process has such a pid, the group belongs to it and is not touched. Nor are processes
     that began before ``since`` (seconds since boot), when the launcher was started.
     """
-    deadline = time.monotonic() + _LAST_BREATH_S
-    while any(map(_is_alive, leaders)) and time.monotonic() < deadline:
+    deadline = monotonic() + _LAST_BREATH_S
+    while any(map(_is_alive, leaders)) and monotonic() < deadline:
         time.sleep(0.01)  # the kernel ends them with the zygote; this process may learn of the zygote's end first
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.procfs import text_of
 
 LIMIT_S = 5.0
@@ -92,11 +93,11 @@ def wait_until_freed(before: Mapping[str, int], seconds: float) -> dict[str, int
 
     Return, by GPU, the bytes that are in use beyond ``before`` if that has not happened after ``seconds``; else {}.
     """
-    deadline = time.monotonic() + seconds
+    deadline = monotonic() + seconds
     while True:
         now = memory_used(list(before))
         above = {name: used - before[name] for name, used in now.items() if used > before[name] + SLACK}
-        if not above or time.monotonic() >= deadline:
+        if not above or monotonic() >= deadline:
             return above
         time.sleep(FREED_POLL_S)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.disk_space import own_folder
 
 PART = 1 << 30
@@ -77,13 +78,13 @@ class Broker:
         if count > len(self.names):
             raise ValueError(f"needs {count} {self.kind}s, this machine has {len(self.names)}")
         with self._ticket() as ticket:
-            began = reported = time.monotonic()
+            began = reported = monotonic()
             while True:
                 if self._is_first(ticket):
                     lease = self._take(count, share, holder, parts, of)
                     if lease is not None:
                         return lease
-                now = time.monotonic()
+                now = monotonic()
                 if now - reported >= (NEXT_WORD_S if reported > began else FIRST_WORD_S):
                     reported = now
                     report(
@@ -93,8 +94,8 @@ class Broker:
 
     def clean_up(self) -> None:
         """Remove the files that no process holds."""
-        deadline = time.monotonic() + LAST_RANKS_S
-        while not all(_Lock.is_free(path) for path in self._lent) and time.monotonic() < deadline:
+        deadline = monotonic() + LAST_RANKS_S
+        while not all(_Lock.is_free(path) for path in self._lent) and monotonic() < deadline:
             time.sleep(0.01)  # the last ranks of this process are about to end
         for path in self.folder.glob(f"{self.kind}-*"):
             _Lock.is_free(path)

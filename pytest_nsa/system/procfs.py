@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.commands import command_line
 
 REST_S = 0.02
@@ -204,7 +205,7 @@ def _thread_activity() -> dict[int, tuple[str, ...]]:
         switches = (status.get("voluntary_ctxt_switches"), status.get("nonvoluntary_ctxt_switches"))
         state = status.get("State", "?")[:1]
         resting = state in "SI" and None not in switches
-        found[int(task.name)] = (state, *map(str, switches)) if resting else (str(time.monotonic()),)
+        found[int(task.name)] = (state, *map(str, switches)) if resting else (str(monotonic()),)
     return found
 
 

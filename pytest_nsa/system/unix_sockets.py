@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from pytest_nsa.system.clock import monotonic
+
 BACKLOG = 4096  # connections that may wait: a zygote accepts them once it has collected its tests
 CONNECT_S = 60.0
 AGAIN_S = 0.05
@@ -64,14 +66,14 @@ def connect(name: str) -> socket.socket:
 
 def _connect(connection: socket.socket, address: str, limit_s: float) -> None:
     """Connect, and retry while the queue is full: a blocking connect has no limit, one with a timeout fails at once."""
-    deadline = time.monotonic() + limit_s
+    deadline = monotonic() + limit_s
     connection.setblocking(False)
     while True:
         try:
             connection.connect(address)
             break
         except BlockingIOError:
-            if time.monotonic() >= deadline:
+            if monotonic() >= deadline:
                 raise TimeoutError(f"no connection was accepted within {limit_s:g} s") from None
             time.sleep(AGAIN_S)
     connection.setblocking(True)

@@ -12,6 +12,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from json import dumps
 
 # Bound at import: a test may replace the functions of os, for example to simulate a full disk.
 from os import close, write
@@ -86,9 +87,9 @@ def touch(path: Path) -> None:
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Return ``value`` as JSON; NaN and infinities, which are not JSON, as the texts 'nan', 'inf' and '-inf' (`with_numbers`)."""
     try:
-        return json.dumps(value, indent=indent, allow_nan=False)
+        return dumps(value, indent=indent, allow_nan=False)
     except ValueError:  # a NaN or an infinity
-        return json.dumps(_with_texts(value), indent=indent, allow_nan=False)
+        return dumps(_with_texts(value), indent=indent, allow_nan=False)
 
 
 def _with_texts(value: Any) -> Any:

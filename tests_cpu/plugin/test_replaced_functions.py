@@ -54,3 +54,45 @@ def test_a_frozen_clock_and_a_disk_that_a_test_fills(pytester: pytest.Pytester) 
     assert {(v.cause, v.ranks, v.reason) for v in verdicts.values()} == {
         ("assertion", (1,), "AssertionError: assert 1 == 0")
     }
+
+
+def test_functions_of_the_interpreter_that_a_test_replaces(pytester: pytest.Pytester) -> None:
+    """The heartbeat and the reports of a rank use the functions that were bound before."""
+    source = """
+    import builtins, json
+
+    @world_size(2)
+    def test_it(group, monkeypatch):
+        def refuse(*_, **__): raise OSError("replaced")
+
+        for owner, name in ((builtins, "open"), (json, "dumps"), (json, "loads"), (os, "kill"), (os, "getpid")):
+            monkeypatch.setattr(owner, name, refuse)
+        dist.barrier()
+        assert group.rank == 0
+    """
+    verdict = run_example(pytester, source).verdicts["test_it"]
+    assert (verdict.cause, verdict.ranks, verdict.reason) == ("assertion", (1,), "AssertionError: assert 1 == 0")
+
+
+INSERTED = """
+import os, pytest
+
+@pytest.fixture
+def server():
+    with open("set_up", "a") as file:
+        file.write(os.environ.get("RANK", "host") + " ")
+
+def pytest_HOOK:
+    for item in ITEMS:
+        item.fixturenames.insert(0, "server")
+"""
+
+
+@pytest.mark.parametrize("hook", ["collection_modifyitems(items)", "itemcollected(item)"])
+def test_a_fixture_that_a_hook_adds_is_set_up_on_the_ranks_alone(pytester: pytest.Pytester, hook: str) -> None:
+    items = "items" if "modify" in hook else "[item]"
+    pytester.makeconftest(INSERTED.replace("HOOK", hook).replace("ITEMS", items))
+
+    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass")
+    assert result.outcomes == {"passed": 1}
+    assert sorted((pytester.path / "set_up").read_text().split()) == ["0", "1"]

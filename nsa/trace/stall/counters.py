@@ -10,9 +10,9 @@ import contextlib
 import dis
 import functools
 import itertools
-import json
 import os
 import sys
+from json import dumps
 from pathlib import Path
 from types import CodeType, FrameType, GeneratorType
 
@@ -71,10 +71,10 @@ def write_counters(folder: Path, thread: int) -> None:
     frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test is ended all the same
-        write_atomically(folder / FILE, json.dumps(found))
+        write_atomically(folder / FILE, dumps(found))
         files = files_looked_for(sys._current_frames().get(thread))  # afterwards: a file system may not answer
         if files:
-            write_atomically(folder / FILE, json.dumps({**found, "files": files}))
+            write_atomically(folder / FILE, dumps({**found, "files": files}))
 
 
 def counters_at(error: BaseException) -> list[dict[str, object]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from json import dumps
+from os import getpid
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nsa-heartbeat", daemon=True)
         self._late = 0.0
-        self._start = f'"rank": {rank}, "pid": {os.getpid()}'
+        self._start = f'"rank": {rank}, "pid": {getpid()}'
         self._resident, self._memory_read = "null", 0.0
         self._on_gpu = '"cuda_allocated_mib": null, "cuda_reserved_mib": null'
 
@@ -107,10 +108,10 @@ class Heartbeat:
         line = (
             f'{{"time": {at or wall_clock()}, {self._start}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
             f'"gradients": {count("gradients")}, "modules_entered": {count("modules_entered")}, '
-            f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}, '
+            f'"collectives": {count("collectives_entered")}, "backend": {dumps(self.label)}, '
             f'"rss_mib": {self._resident}, {self._on_gpu}'
         )
-        extra = f", {json.dumps(more)[1:-1]}" if more else ""
+        extra = f", {dumps(more)[1:-1]}" if more else ""
         with contextlib.suppress(OSError):  # a full disk, for example: the traced program continues
             write(self._file, f"{line}{extra}}}\n".encode())
 
@@ -239,5 +240,5 @@ class Heartbeat:
             "keys_awaited": self.recorder.stores.keys_awaited.rows() if self.recorder is not None else [],
         }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test continues
-            write_atomically(self._stall, json.dumps(found))
+            write_atomically(self._stall, dumps(found))
             dump_flight_recorder(self._stall.with_name("flight_recorder.json"))

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.system.clock import monotonic, wall_clock
+
 POLL_S = 0.1
 WATCH_S, LOOK_S = 2.5, 0.9  # before a limit: begin to follow the boards; record what the ranks do
 GRACE_S = 0.6  # after a limit, for pytest-timeout's own signal to end the test
@@ -73,7 +75,7 @@ class Session:
 
     def left(self) -> float:
         """Seconds until the limit of the test that runs; infinite without one."""
-        return self.began + self.limit - time.time() if self.nodeid and self.limit else float("inf")
+        return self.began + self.limit - wall_clock() if self.nodeid and self.limit else float("inf")
 
 
 class Clock:
@@ -151,14 +153,14 @@ class Clock:
         try:
             (self.launch / "concluding").mkdir()
         except FileExistsError:
-            deadline = time.monotonic() + VERDICT_S
-            while not (self.launch / ENDED).exists() and time.monotonic() < deadline:
+            deadline = monotonic() + VERDICT_S
+            while not (self.launch / ENDED).exists() and monotonic() < deadline:
                 time.sleep(POLL_S)
         else:
             write_json(self.launch / ENDED, outer_report.conclude_launch(self.launch, self.setup, self.session))
         self._report(f"ended at its time limit of {self.session.limit:g} s")
-        deadline = time.monotonic() + OTHERS_S
-        while time.monotonic() < deadline and not self._all_have_reported():
+        deadline = monotonic() + OTHERS_S
+        while monotonic() < deadline and not self._all_have_reported():
             time.sleep(POLL_S)
 
     def _all_have_reported(self) -> bool:
@@ -178,8 +180,8 @@ class Clock:
         from pytest_nsa.wire.files import touch
 
         touch(self.folder / END_REQUEST)
-        deadline = time.monotonic() + ENDING_S
-        while os.getppid() == self.host and time.monotonic() < deadline:
+        deadline = monotonic() + ENDING_S
+        while os.getppid() == self.host and monotonic() < deadline:
             time.sleep(0.02)
         if os.getppid() == self.host:
             os.kill(self.host, signal.SIGKILL)

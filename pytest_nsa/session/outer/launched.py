@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from pytest_nsa.monitor import host_log
 from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher, child_environment
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import private_folder
 from pytest_nsa.system.procfs import began
 from pytest_nsa.wire.files import write_atomically
@@ -87,7 +87,7 @@ class SessionLog(NoSessionLog):
         """
         setup |= {
             "host": os.getpid(), "rank": self.outer.rank, "world_size": self.outer.world_size, "launch": self.launch,
-            "root": str(self.config.rootpath), "created": time.time(),
+            "root": str(self.config.rootpath), "created": wall_clock(),
         }  # fmt: skip
         write_atomically(self.folder / SETUP, json.dumps(setup))
         # Started by its path, not as a module: it imports the plugin only when it has something to report.

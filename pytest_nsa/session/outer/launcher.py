@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import LaunchError, Limits, Monitor, Starter
@@ -160,10 +160,10 @@ class Attachment:
                 self.wire.put(f"bye/{self.outer.rank}", True)
             return
         self.wire.put("end", {"exit_status": self.exit_status})
-        deadline = time.monotonic() + BYE_S
+        deadline = monotonic() + BYE_S
         for rank in range(1, self.outer.world_size):
             with contextlib.suppress(TimeoutError):
-                self.wire.wait(f"bye/{rank}", max(0.0, deadline - time.monotonic()))
+                self.wire.wait(f"bye/{rank}", max(0.0, deadline - monotonic()))
 
 
 class LeaderLauncher:
@@ -180,7 +180,7 @@ class LeaderLauncher:
     def start(self, job: Job) -> list[int]:
         for rank in self.others:
             job.rank_folder(rank).mkdir(exist_ok=True)
-            self._beats[rank] = (None, time.monotonic())
+            self._beats[rank] = (None, monotonic())
         own = self.inner.start(job)[0]
         return [own if rank == job.only else 0 for rank in range(job.world_size)]
 
@@ -204,12 +204,12 @@ class LeaderLauncher:
         look = self.wire.look(f"{self.key}/look/{rank}")
         count, since = self._beats[rank]
         if look is not None and look["count"] != count:
-            self._beats[rank] = (look["count"], time.monotonic())
+            self._beats[rank] = (look["count"], monotonic())
             if look["board"]:
                 write_atomically(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
             return False
         limit = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
-        return time.monotonic() - since > limit
+        return monotonic() - since > limit
 
     def signal(self, rank: int, number: int) -> None:
         if rank == self.job.only:
@@ -223,10 +223,10 @@ class LeaderLauncher:
 
     def gather(self) -> None:
         """Write the evidence of the other ranks into the test's folder, once all have ended."""
-        deadline = time.monotonic() + EVIDENCE_S
+        deadline = monotonic() + EVIDENCE_S
         for rank in self.others:
             try:
-                sent = self.wire.wait(f"{self.key}/evidence/{rank}", max(0.0, deadline - time.monotonic()))
+                sent = self.wire.wait(f"{self.key}/evidence/{rank}", max(0.0, deadline - monotonic()))
             except TimeoutError:
                 continue
             folder = self.job.rank_folder(rank)
@@ -251,7 +251,7 @@ class Follower:
 
     def poll(self) -> float:
         """Send the board every `PUSH_S` seconds, and query whether to stop."""
-        now = time.monotonic()
+        now = monotonic()
         if now - self._last >= PUSH_S:
             self._last = now
             self._count += 1

@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from pytest_nsa.report.terminal import lines, short_path
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.masking import mask_all, mask_files
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.wire.files import read_lines, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
 
@@ -138,7 +138,7 @@ def _ended_report(session: Session, text: str) -> pytest.TestReport:
     path, _, name = session.nodeid.partition("::")
     return pytest.TestReport(
         nodeid=session.nodeid, location=tuple(location or (path, 0, name)), keywords={}, outcome="failed", longrepr=text,
-        when="call", duration=time.time() - session.began, start=session.began, stop=time.time(),
+        when="call", duration=wall_clock() - session.began, start=session.began, stop=wall_clock(),
     )  # fmt: skip
 
 

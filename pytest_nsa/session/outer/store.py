@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from pytest_nsa.settings import OuterLauncher
+from pytest_nsa.system.clock import monotonic
 
 MEET_S = 600.0  # for all processes to collect their tests
 
@@ -43,12 +44,12 @@ class OuterStore:
 
     def wait(self, key: str, seconds: float, *, or_key: str = "") -> Any:
         """Wait for the value of ``key``, or of ``or_key`` if that comes first. Raises TimeoutError."""
-        deadline = time.monotonic() + seconds
+        deadline = monotonic() + seconds
         while True:
             for name in (key, or_key):
                 value = self.look(name) if name else None
                 if value is not None:
                     return value
-            if time.monotonic() >= deadline:
+            if monotonic() >= deadline:
                 raise TimeoutError(f"nothing was received for {key!r} for {seconds:.0f} s")
             time.sleep(0.01)

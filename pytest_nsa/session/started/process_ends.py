@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
+from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.descendants import TICKS, Key, Process, end
 
 IDLE_S = 10.0  # after which idle processes that keep a session from ending are ended
@@ -117,7 +118,7 @@ def left_at_exit(processes: ProcessesOfTest, idle: float, limit: float) -> list[
     """Wait until the processes that multiprocessing joins at exit have done no work, and moved no data, for ``idle`` seconds, or
     for ``limit`` seconds; return all processes of their owners, [] if they have ended.
     """
-    began = idle_since = time.monotonic()
+    began = idle_since = monotonic()
     before = {p.key: (p.cpu, p.moved) for p in processes.look()}
     while True:
         for _ in range(10):
@@ -126,7 +127,7 @@ def left_at_exit(processes: ProcessesOfTest, idle: float, limit: float) -> list[
             if not joined:
                 return []
         found = processes.look()
-        now, seen = time.monotonic(), {p.key: (p.cpu, p.moved) for p in found}
+        now, seen = monotonic(), {p.key: (p.cpu, p.moved) for p in found}
         used = [[x - y for x, y in zip(seen[key], before.get(key, (0, 0)), strict=True)] for key in seen]
         if any(cpu > BUSY * TICKS or moved > MOVES for cpu, moved in used):
             idle_since = now

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from pytest_nsa.system.children import children
+from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.descendants import Process, Started, ticks_since_boot
 
 EARLIER = "an earlier test or fixture"
@@ -49,7 +49,7 @@ class ProcessesOfTest:
     def begin(self, item: pytest.Item | None) -> None:
         """Begin with a test; None: with no test, until the session's end."""
         self.item, self.owner, self.has_any = item, item.nodeid if item is not None else "", False
-        self.began, self._since, self._before = time.time(), ticks_since_boot(), children()
+        self.began, self._since, self._before = wall_clock(), ticks_since_boot(), children()
         self._take_threads(EARLIER)
 
     def begin_fixture(self, name: str) -> list[int]:
