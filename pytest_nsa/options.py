@@ -126,6 +126,12 @@ def add_options(parser: pytest.Parser) -> None:
     )
     _add_ini(
         parser,
+        "ranks_descendants_fail",
+        "Fail a test that passes although a rank that it has started raised (with ranks_descendants)",
+        type="bool", default=False,
+    )  # fmt: skip
+    _add_ini(
+        parser,
         "ranks_left_fails",
         "Exit with code 1 if processes that tests have left would have kept the session from ending",
         type="bool", default=False,

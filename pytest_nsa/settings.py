@@ -65,6 +65,7 @@ class Settings:
     fake_gpus: bool
     unmarked: str = "all"
     descendants: str = "off"
+    descendants_fail: bool = False
     left_fails: bool = False
     outer: OuterLauncher | None = None
     bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --ranks-bisect-env tries
@@ -115,6 +116,7 @@ def resolve(config: pytest.Config) -> Settings:
         outer=outer_launcher(config) if HAS_RANKS else None,
         unmarked=_choice(config, "ranks_unmarked", UNMARKED),
         descendants=_descendants(config) if HAS_RANKS else "off",
+        descendants_fail=_flag(config, "ranks_descendants_fail"),
         left_fails=_flag(config, "ranks_left_fails"),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():

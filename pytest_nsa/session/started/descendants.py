@@ -45,7 +45,15 @@ from pytest_nsa.session.started.process_ends import (
 )
 from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
-from pytest_nsa.session.started.started_jobs import Concluded, Occasion, conclude_jobs, describe, jobs_in, pids_of
+from pytest_nsa.session.started.started_jobs import (
+    Concluded,
+    Occasion,
+    conclude_jobs,
+    describe,
+    jobs_in,
+    pids_of,
+    unnoticed,
+)
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.descendants import Process, wait_for_ends
 
@@ -287,8 +295,11 @@ class StartedRanks:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         self._is_in_phase = False
         report: Any = yield
-        is_over = call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception)
-        if item is not self.processes.item or not is_over:
+        if item is not self.processes.item:
+            return report
+        if call.when == "call" and report.passed and self.processes.has_any:
+            self._at_pass(item, report)
+        if call.excinfo is None or isinstance(call.excinfo.value, pytest.skip.Exception):
             return report
         if not reports.has(item) and self.processes.has_any:
             self._at_failure(item)
@@ -300,6 +311,17 @@ class StartedRanks:
         jobs, text = self._conclude("", 0.0, None)
         if jobs and jobs[0].verdict.failed and not jobs[0].owner:
             reports.keep(item, jobs, text)
+
+    @_harmless
+    def _at_pass(self, item: pytest.Item, report: Any) -> None:
+        """Report what a rank raised and the test has not noticed."""
+        raised = unnoticed(self.base, self.processes.began)
+        if not raised:
+            return
+        if self.settings.descendants_fail:
+            report.outcome, report.longrepr = "failed", f"{raised}, and the test passed (ranks_descendants_fail)"
+        else:
+            reports.warn(item, f"{raised}, and the test passed (ini ranks_descendants_fail makes this a failure)")
 
     # -- verdicts
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.observed_job import ObservedJob
 from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
@@ -98,6 +100,22 @@ def conclude_jobs(
 def pids_of(folder: Path) -> frozenset[int]:
     """Return the pids of a job's ranks."""
     return frozenset(board.pid for board in _watched(folder).watch.boards.values())
+
+
+def unnoticed(base: Path, began: float) -> str:
+    """Return what a rank raised that a test has started since ``began``, in one line; '' if none did."""
+    for folder in jobs_in(base):
+        if not (folder / "job.json").exists() or _ended_well(_watched(folder)):
+            continue
+        evidence = load(folder)
+        if evidence.job.created < began:
+            continue
+        found = sorted(((e.time, r.rank, e) for r in evidence.ranks for e in r.exceptions), key=lambda row: row[0])
+        own = [row for row in found if not is_victim(row[2])] or found
+        if own:
+            _, rank, error = own[0]
+            return f"rank {rank} of {evidence.job.world_size} raised {error.type}: {error.headline} at {error.where}"
+    return ""
 
 
 def _watched(folder: Path) -> ObservedJob:
