@@ -15,6 +15,11 @@ from pytest_nsa.rank.context import current_rank, require_rank
 from pytest_nsa.rank.handles import DDP, FSDP, Group, Trace, make_ddp, make_fsdp, make_group, make_trace
 
 
+@pytest.fixture(name="pytest_nsa_plugin")
+def is_active() -> None:
+    """Nothing: the decorator world_size requests it, so that its test fails where the plugin is not active."""
+
+
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Group:
     """The bare process group: rank, world_size, device, barrier(). The test runs on ranks."""

@@ -54,6 +54,15 @@ class LayerRange(str):
         return self
 
 
+class _OnRanks(pytest.MarkDecorator):
+    """The mark world_size, which also requests a fixture of the plugin: without the plugin the test would pass on no ranks."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Mark a function or class, as the base does."""
+        marked = super().__call__(*args, **kwargs)
+        return pytest.mark.usefixtures("pytest_nsa_plugin")(marked) if args and marked is args[0] else marked
+
+
 def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
     """Run the test's body on n ranks, each a fresh process in one process group; several numbers make a test each.
 
@@ -61,7 +70,8 @@ def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
     runs on 2. With ``group=None`` they are in no group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes
     the group.
     """
-    return pytest.mark.world_size(*n) if group == "made" else pytest.mark.world_size(*n, group=group)
+    given = pytest.mark.world_size(*n) if group == "made" else pytest.mark.world_size(*n, group=group)
+    return _OnRanks(given.mark, _ispytest=True)
 
 
 def backend(name: str) -> pytest.MarkDecorator:

@@ -11,7 +11,7 @@ import pytest
 from pytest_nsa import hookspecs, marked, marks, options, settings
 from pytest_nsa.diagnosis.decision import Decision, decide, with_failures
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
+from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, is_active, rank_tmp_path, trace
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.rank.host_plugins import WithoutReports, acting_on_host
 from pytest_nsa.report import run as session_report
@@ -49,7 +49,9 @@ from pytest_nsa.wire.messages import plain_nodeid
 from pytest_nsa.wire.protocols import LaunchError
 
 # Fixtures are found by name in a plugin's module.
-__all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", "rank_tmp_path", "trace"]
+__all__ = [
+    "artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "is_active", "launch", "rank_tmp_path", "trace",
+]  # fmt: skip
 
 # What the reports were written from, for the closing lines in the terminal.
 entries_key = pytest.StashKey[list[Entry]]()

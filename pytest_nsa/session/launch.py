@@ -13,6 +13,7 @@ import pytest
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.marks import BACKENDS, MAX_WORLD_SIZE
 from pytest_nsa.rank.context import current_rank
+from pytest_nsa.report.terminal import headline
 from pytest_nsa.session.folders import safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
 from pytest_nsa.session.outcome import Outcome
@@ -36,7 +37,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     The function may take any of rank, world_size, device, group, ddp, fsdp, trace, artifacts, and what ``arguments`` names
     (values that JSON can hold). The test itself stays on the host.
     """
-    folders: list[Path] = []
+    outcomes: list[Outcome] = []
     verdicts: list[Verdict] = []
     request.node.stash[launched_key] = verdicts
 
@@ -75,19 +76,23 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             created=wall_clock(),
         )
         verdict, folder = runner.run_function(request.session, job)
-        folders.append(folder)
         verdicts.append(verdict)
-        return Outcome(verdict=verdict, folder=folder, world_size=world_size)
+        outcomes.append(Outcome(verdict=verdict, folder=folder, world_size=world_size))
+        return outcomes[-1]
 
     yield run
     runner = request.config.stash[runner_key]
-    if request.node.stash.get(failed_key, False):
+    failed = request.node.stash.get(failed_key, False)
+    unread = next((o for o in outcomes if o.is_unread_failure), None) if not failed else None
+    if failed or unread is not None:
         # The planted fault of a test that passes is not a failure of the run; of one that fails it is evidence.
-        for folder, verdict in zip(folders, verdicts, strict=False):
-            runner.recorder.add(folder, verdict)
+        for outcome in outcomes:
+            runner.recorder.add(outcome.folder, outcome.verdict)
     elif not runner.settings.keep_passed:
-        for folder in folders:
-            remove_tree(folder)
+        for outcome in outcomes:
+            remove_tree(outcome.folder)
+    if unread is not None:
+        pytest.fail(f"launch: {headline(unread.verdict)}: the test did not read outcome.verdict", pytrace=False)
 
 
 def _check(function: Any, world_size: int, timeout: float, outer: float | None, arguments: dict[str, Any]) -> None:

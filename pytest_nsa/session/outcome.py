@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_nsa.diagnosis.verdict import Verdict
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The verdict on a launched function, and the folder with its evidence."""
+    """The verdict on a launched function, and the folder with its evidence.
 
-    verdict: Verdict
-    folder: Path
-    world_size: int
+    A test that reads neither ``verdict`` nor ``passed`` of a function that failed fails at its end.
+    """
+
+    def __init__(self, *, verdict: Verdict, folder: Path, world_size: int) -> None:
+        self._verdict, self.folder, self.world_size = verdict, folder, world_size
+        self._is_read = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the ranks did."""
+        self._is_read = True
+        return self._verdict
 
     @property
     def passed(self) -> bool:
         """Whether every rank returned."""
         return self.verdict.outcome == "PASS"
+
+    @property
+    def is_unread_failure(self) -> bool:
+        """Whether the function failed and the test has not looked."""
+        return self._verdict.failed and not self._is_read
 
     def output(self, rank: int) -> str:
         """Return what a rank wrote to stdout and stderr."""

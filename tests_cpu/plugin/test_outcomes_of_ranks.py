@@ -277,3 +277,42 @@ def test_a_skip_in_a_subtest_is_the_subtest_s(pytester: pytest.Pytester) -> None
         "test_it[skips]": "PASS", "test_it[xfails]": "PASS", "test_it[skips on one]": "PASS", "test_it[fails]": "FAIL",
         "TestCase::test_one_is_skipped": "PASS",
     }  # fmt: skip
+
+
+def test_a_verdict_that_a_test_does_not_read_fails_it(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester,
+        """
+        def raises(rank):
+            raise ValueError(f"on rank {rank}")
+        def returns(rank): pass
+
+        @pytest.mark.parametrize("read", ["nothing", "passed", "verdict", "output"])
+        def test_it(launch, read):
+            outcome = launch(raises, timeout=20)
+            if read == "output":
+                assert outcome.output(0)
+            elif read != "nothing":
+                assert getattr(outcome, read) is not None
+
+        def test_passes(launch):
+            launch(returns, timeout=20)
+        """,
+    )
+    assert result.outcomes == {"passed": 5, "errors": 2}
+    assert {v.outcome for v in result.verdicts.values()} == {"FAIL"}
+
+
+@pytest.mark.parametrize(
+    "decorated",
+    [
+        "@world_size(2)\ndef test_it(): pass",
+        "@world_size(1, 2, group=None)\nclass TestIt:\n    def test_it(self): pass",
+    ],
+    ids=["function", "class"],
+)
+def test_a_decorated_test_fails_without_the_plugin(pytester: pytest.Pytester, decorated: str) -> None:
+    result = run_example(pytester, decorated, "-p", "no:nsa")
+    assert result.returncode == 1
+    assert set(result.outcomes) <= {"errors", "warnings"}
+    assert "fixture 'pytest_nsa_plugin' not found" in result.stdout
