@@ -66,8 +66,8 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Run ranked tests with plugins that are not in the extra 'test', one at a time: docs/plugins.md."""
-    session.install("-e", ".[test]", "pytest-asyncio", f"torch=={TORCH}")
-    coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines")
+    session.install("-e", ".[test]", "pytest-asyncio", "pytest-testmon", f"torch=={TORCH}")
+    coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines or testmon")
     session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)
     listed = re.findall(r'^    Neighbour\("([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
     session.install(*dict.fromkeys(listed), f"torch=={TORCH}")

@@ -18,14 +18,17 @@ def settings_of_this_process() -> dict[str, Any] | None:
         text = coverage_of_child()
         return json.loads(text) if text else None
     config = current.config
-    return {
-        "data_file": os.path.abspath(config.data_file),
-        "config_file": config.config_file or False,
-        "branch": config.branch,
+    lists = {
         "source": config.source,
         "source_pkgs": config.source_pkgs,
         "omit": config.run_omit,
         "include": config.run_include,
+    }
+    return {
+        "data_file": os.path.abspath(config.data_file),
+        "config_file": config.config_file or False,
+        "branch": config.branch,
+        **{name: given if given is None else list(given) for name, given in lists.items()},
     }
 
 

@@ -188,7 +188,7 @@ class RankProcess:
         listen_to_traces()
         trace_log.folder = folder
         memory, imported = AddedMemory(), _late_modules()
-        measuring = coverage.start(self._coverage_settings)
+        measuring = coverage.start(job.measures or self._coverage_settings)
         names: Mapping[str, Any] = {}
         try:
             if self._hook_error is not None:

@@ -35,7 +35,15 @@ from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
 # Plugins of pytest itself that use the terminal, or would take faulthandler from the rank; others are in `host_plugins`.
-REMOVED_PLUGINS = ("terminalreporter", "terminalprogress-plugin", "faulthandler", "pdbinvoke", "pdbtrace")
+# pytest-cov's contexts belong to the host's measurement, which a rank replaces by one of its test alone.
+REMOVED_PLUGINS = (
+    "terminalreporter",
+    "terminalprogress-plugin",
+    "faulthandler",
+    "pdbinvoke",
+    "pdbtrace",
+    "_cov_contexts",
+)
 _RECORDER = "nsa-rank-recorder"
 _kept_alive: list[object] = []
 

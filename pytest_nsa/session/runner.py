@@ -29,6 +29,7 @@ from pytest_nsa.session.job import job_of, scenario_of
 from pytest_nsa.session.masking import mask_files, mask_snapshots, shown_ids
 from pytest_nsa.session.needs import Needs, needs_of
 from pytest_nsa.session.outer.launcher import Attachment
+from pytest_nsa.session.plugins import lines_by_test
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
 from pytest_nsa.settings import Settings
@@ -122,6 +123,7 @@ class RankRunner:
             next_needs=self._next_needs(),
             debugger=self._debugger.name if self._debugger is not None else "",
         )
+        job = replace(job, measures=lines_by_test.settings_of(item, folder))
         if self.attachment is not None:
             job = replace(self.attachment.local(job), reuse="", stay=False)
         job = self._without_too_many_groups(job)

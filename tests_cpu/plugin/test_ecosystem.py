@@ -8,6 +8,7 @@ import re
 import sqlite3
 from pathlib import Path
 
+import coverage
 import pytest
 
 from pytest_nsa.testing import HEADER, run_example
@@ -320,6 +321,43 @@ def test_it(group, n): assert n not in (1, 2)
     pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
     pytester.runpytest_subprocess("--lf", "--ranks-launch=clean").assert_outcomes(failed=1)
     pytester.runpytest_subprocess("--ff").assert_outcomes(passed=2, failed=2)
+
+
+def test_a_rank_s_lines_count_for_their_test_where_tests_are_measured_one_by_one(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(library="def value():\n    return 2\n\ndef other():\n    return 3\n")
+    source = """
+    import library
+    @world_size(2)
+    def test_ranked(group): assert library.value() == 2
+    def test_plain(): assert library.other() == 3
+    """
+    run_example(pytester, source, "--cov=library", "--cov-context=test", "--cov-report=")
+    data = coverage.CoverageData(basename=str(pytester.path / ".coverage"))
+    data.read()
+    (lines,) = [data.contexts_by_lineno(path) for path in data.measured_files()]
+    assert {number: [c.rpartition("::")[2] for c in contexts if c] for number, contexts in lines.items()} == {
+        1: [], 4: [], 2: ["test_ranked|run"], 5: ["test_plain|run"],
+    }  # fmt: skip
+
+
+def test_testmon_selects_a_ranked_test_of_which_a_rank_ran_a_changed_line(pytester: pytest.Pytester) -> None:
+    if importlib.util.find_spec("testmon") is None:
+        pytest.skip("needs pytest-testmon: nox -s neighbours")
+    pytester.makepyfile(library="def value():\n    return 2\n")
+    source = """
+    import library
+    @world_size(2)
+    def test_ranked(group): assert library.value() == 2
+    """
+
+    def run() -> dict[str, int]:
+        arguments = ("--testmon", "-p", "cacheprovider")
+        return run_example(pytester, source, *arguments).outcomes
+
+    assert run()["passed"] == 1
+    assert "passed" not in run()
+    pytester.makepyfile(library="def value():\n    return 4\n")
+    assert run()["failed"] == 1
 
 
 ASYNC = """
