@@ -118,7 +118,7 @@ class Ranked(pytest.Function):
             return
         __tracebackhide__ = True
         runner = self.config.stash[runner_key]
-        verdict, evidence = runner.run_item(self, self.stash.get(timeout_key, None), self.stash[values_key])
+        verdict, evidence, found = runner.run_item(self, self.stash.get(timeout_key, None), self.stash[values_key])
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
@@ -129,7 +129,6 @@ class Ranked(pytest.Function):
         repeat_warnings(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):
             pytest.exit("Quitting debugger")
-        found = phases.fold(evidence, verdict, self._static_mark())
         called = next((rank.pytest_exit for rank in evidence.ranks if rank.pytest_exit), None)
         if called is not None:
             end = functools.partial(pytest.exit, called["reason"], called.get("returncode"))
@@ -151,20 +150,17 @@ class Ranked(pytest.Function):
             pytest.skip(evidence.ranks[0].skipped or "skipped")
         if found.mark is not None:
             self.stash[xfailed_key] = Xfail(found.mark.reason, True, found.mark.strict, None)
-
-    def _static_mark(self) -> phases.Mark | None:
-        """Return the mark xfail as this process evaluates it: of a rank that has ended without a report."""
-        mark = self.stash.get(xfailed_key, None)
-        if mark is None:
-            return None
-        expects = mark.raises is None
-        return phases.Mark(reason=mark.reason, strict=mark.strict, any=expects, expects=expects)
+        elif self.stash.get(xfailed_key, None) is not None and not verdict.failed:
+            # A condition that holds here and on no rank. Not None, for which pytest would evaluate it again.
+            nothing: Any = False
+            self.stash[xfailed_key] = nothing
 
     def _expect(self, failures: Sequence[phases.Failure]) -> None:
         """Make pytest apply the mark xfail of the ranks that failed to a phase as a whole."""
         mark = next((f.mark for f in failures if f.mark is not None and not f.follows), None)
         raises = None if phases.all_expected(failures) else _NotRaised
-        self.stash[xfailed_key] = None if mark is None else Xfail(mark.reason, True, mark.strict, raises)
+        reason, strict = (mark.reason, mark.strict) if mark is not None else ("", False)
+        self.stash[xfailed_key] = Xfail(reason, True, strict, raises)
 
     def _compared_with_marks(self, verdict: Verdict, found: phases.Phases) -> Verdict:
         """Return the verdict, with what the marks xfail and fails_as do not expect; xfail here if fails_as expects all of it."""

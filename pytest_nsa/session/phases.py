@@ -7,8 +7,11 @@ a test is expected to fail if each rank that failed by itself was expected to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+import pytest
+from _pytest.skipping import xfailed_key
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -55,6 +58,36 @@ class Phases:
     body: tuple[Failure, ...]
     teardown: tuple[Failure, ...]
     mark: Mark | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {"mark": self.mark and asdict(self.mark), **{
+            part: [
+                {"rank": f.rank.rank, "phase": f.phase, "follows": f.follows, "mark": f.mark and asdict(f.mark)}
+                for f in getattr(self, part)
+            ]
+            for part in ("body", "teardown")
+        }}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], evidence: Evidence) -> Phases:
+        """Build it from what `to_json` returned in the leading process, with this process's evidence."""
+
+        def failure(of: dict[str, Any]) -> Failure:
+            mark = Mark(**of["mark"]) if of["mark"] else None
+            return Failure(rank=evidence.ranks[of["rank"]], phase=of["phase"], follows=of["follows"], mark=mark)
+
+        body, teardown = (tuple(map(failure, data[part])) for part in ("body", "teardown"))
+        return cls(body=body, teardown=teardown, mark=Mark(**data["mark"]) if data["mark"] else None)
+
+
+def static_mark(item: pytest.Item) -> Mark | None:
+    """Return the mark xfail as this process evaluated it: of a rank that has ended without a report."""
+    mark = item.stash.get(xfailed_key, None)
+    if mark is None:
+        return None
+    expects = mark.raises is None
+    return Mark(reason=mark.reason, strict=mark.strict, any=expects, expects=expects)
 
 
 def fold(evidence: Evidence, verdict: Verdict, mark: Mark | None) -> Phases:

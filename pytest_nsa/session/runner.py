@@ -29,6 +29,7 @@ from pytest_nsa.session.job import job_of, scenario_of
 from pytest_nsa.session.masking import mask_files, mask_snapshots, shown_ids
 from pytest_nsa.session.needs import Needs, needs_of
 from pytest_nsa.session.outer.launcher import Attachment
+from pytest_nsa.session.phases import Phases, fold, static_mark
 from pytest_nsa.session.plugins import lines_by_test
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
@@ -95,7 +96,7 @@ class RankRunner:
         values: dict[str, Any],
         tried: Variation | None = None,
         within: str = "",
-    ) -> tuple[Verdict, Evidence]:
+    ) -> tuple[Verdict, Evidence, Phases]:
         """Run a collected test on its ranks, and write its verdict and evidence.
 
         ``values`` are those of host fixtures; ``tried`` is what a bisection changes, and ``within`` the folder
@@ -137,18 +138,21 @@ class RankRunner:
         finally:
             if not job.stay:
                 self.resources.release()
+        found = fold(evidence, verdict, static_mark(item))
         if self.attachment is not None:
-            verdict, evidence = self.attachment.agree(verdict, evidence)
+            verdict, evidence, found = self.attachment.agree(verdict, evidence, found)
         if tried is not None:
-            return verdict, evidence
+            return verdict, evidence, found
         if verdict.failed and self.attachment is None and not _is_expected(item, verdict):
-            found = self._bisect(item, needs, lambda other: self.run_item(item, timeout, values, other, folder.name)[0])
-            if found:
-                verdict = replace(verdict, reason=f"{verdict.reason}; {found}")
+            narrowed = self._bisect(
+                item, needs, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
+            )
+            if narrowed:
+                verdict = replace(verdict, reason=f"{verdict.reason}; {narrowed}")
                 self.recorder.replace(folder, verdict)
         if self.attachment is not None:
             self.recorder.add(folder, verdict)
-        return verdict, evidence
+        return verdict, evidence, found
 
     def remove_passed(self, item: pytest.Function, verdict: Verdict, folder: Path) -> None:
         """Delete the folder of a test that passed, unless it is to be kept."""

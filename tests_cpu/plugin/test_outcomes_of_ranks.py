@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.testing import run_example, run_in
+from tests_cpu.sockets import free_port
 
 # One file for both: under plain pytest a death is an exception that no mark names.
 CASES = """
@@ -66,10 +67,11 @@ def test_it(around, case, request):
 """
 CONFTEST = """
 import json, os
+from pytest_nsa.rank.context import current_rank
 def pytest_runtest_logreport(report):
-    if "RANK" in os.environ and "PLAIN" not in os.environ:
-        return  # in a rank
-    with open(os.environ["REPORTS"], "a") as file:
+    if current_rank() is not None:
+        return
+    with open(os.environ["REPORTS"] + os.environ.get("RANK", ""), "a") as file:
         file.write(json.dumps([report.nodeid.partition("::")[2], report.when, report.outcome, hasattr(report, "wasxfail"),
                                str(report.longrepr)[:20]]) + "\\n")
 """
@@ -97,44 +99,56 @@ def folded(ranks: list[Mapping[str, str]], phases: tuple[str, ...]) -> str:
 
 
 def run_plain(folder: Path, rank: int) -> dict[str, dict[str, str]]:
-    path = folder / f"plain{rank}.jsonl"
-    environment = {**os.environ, "RANK": str(rank), "PLAIN": "1", "REPORTS": str(path)}
-    arguments = (
-        "-p",
-        "no:nsa",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=no",
-        "-p",
-        "no:randomly",
-        "--rootdir",
-        str(folder),
-    )
+    environment = {**os.environ, "RANK": str(rank), "PLAIN": "1", "REPORTS": str(folder / "plain")}
+    off = [part for name in ("nsa", "cacheprovider", "randomly") for part in ("-p", f"no:{name}")]
+    arguments = (*off, "-q", "--tb=no", "--rootdir", str(folder))
     subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=folder, env=environment, check=False, timeout=100,
                    capture_output=True)  # fmt: skip
-    return outcomes(path)
+    return outcomes(folder / f"plain{rank}")
+
+
+def run_on_ranks(folder: Path, how: str) -> list[dict[str, dict[str, str]]]:
+    """Run the cases on ranks; return what each pytest process that reports has reported."""
+    if how == "torchrun":
+        launcher = (
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "--master_port",
+            str(free_port()),
+            "-m",
+            "pytest",
+        )
+        arguments = ("-p", "no:cacheprovider", "-p", "no:randomly", "-q", "--tb=no", "--rootdir", str(folder))
+        done = subprocess.run(
+            [sys.executable, *launcher, *arguments], cwd=folder, check=False, timeout=170, capture_output=True
+        )
+        print(done.stdout.decode(), done.stderr.decode())
+        return [outcomes(folder / "ranks0")]  # the leader reports
+    assert run_in(folder, "-q", "--tb=no", "-n", how).returncode == 1
+    return [outcomes(folder / "ranks")]
 
 
 @pytest.mark.timeout(175)
-@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["0", pytest.param("2", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_an_outcome_is_that_of_plain_pytest_on_the_worst_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    monkeypatch.setenv("REPORTS", str(tmp_path / "ranks.jsonl"))
-    result = run_in(tmp_path, "-q", "--tb=no", "-n", workers)
-    plain, found = [run_plain(tmp_path, rank) for rank in range(2)], outcomes(tmp_path / "ranks.jsonl")
-    assert len(found) == len(plain[0]) > 100
-    wrong = {}
-    for name, phases in found.items():
-        for part in (("setup", "call"), ("teardown",)):
-            wanted = folded([rank[name] for rank in plain], part)
-            if folded([phases], part) != wanted:
-                wrong[name, part] = (folded([phases], part), wanted)
-    assert wrong == {}
-    assert result.returncode == 1
+    monkeypatch.setenv("REPORTS", str(tmp_path / "ranks"))
+    plain = [run_plain(tmp_path, rank) for rank in range(2)]
+    for found in run_on_ranks(tmp_path, how):
+        assert len(found) == len(plain[0]) > 100
+        wrong = {}
+        for name, phases in found.items():
+            for part in (("setup", "call"), ("teardown",)):
+                wanted = folded([rank[name] for rank in plain], part)
+                if folded([phases], part) != wanted:
+                    wrong[name, part] = (folded([phases], part), wanted)
+        assert wrong == {}
 
 
 def test_a_process_that_a_rank_forks_has_no_outcome(pytester: pytest.Pytester) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, run_example
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.testing import HEADER, read_result, run_example
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -56,6 +57,10 @@ def test_in_every_process(): pass
 def test_after(group): dist.barrier()
 """
 COUNTS = "3 failed, 5 passed, 1 skipped, 1 xfailed"
+
+
+def read_verdicts(folder: Path) -> dict[str, Verdict]:
+    return read_result(folder, pytest.RunResult(1, [], [], 0)).verdicts
 
 
 def slurm(warm: WarmPython, pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
@@ -137,6 +142,10 @@ def test_loses_a_node(group, artifacts):
     if group.rank == 1:
         os.kill(int(os.environ["FOLLOWER"]), signal.SIGKILL)  # the pytest process, and with it this rank
     dist.barrier()
+
+@world_size(2)
+@pytest.mark.parametrize("n", range(2))
+def test_later(group, n): dist.barrier()
 """
     (pytester.path / "test_example.py").write_text(HEADER + source)
     (pytester.path / "conftest.py").write_text("import os\nos.environ['FOLLOWER'] = str(os.getpid())\n")
@@ -147,6 +156,44 @@ def test_loses_a_node(group, artifacts):
     assert follower.returncode == -signal.SIGKILL
     assert leader.returncode == 1
     assert "CRASH: rank 1 of 2, rank_died" in text
+    later = [v for name, v in read_verdicts(pytester.path).items() if name.startswith("test_later")]
+    assert [v.cause for v in later] == ["unknown"] * 2  # not waited for again
+    assert all("rank 1's process was lost in test_example.py::test_loses_a_node" in v.reason for v in later)
+
+
+@pytest.mark.slow
+def test_a_process_that_has_ended_its_session_is_not_waited_for(warm: WarmPython, pytester: pytest.Pytester) -> None:
+    source = """
+def test_leaves():
+    if os.environ["SLURM_PROCID"] == "1":
+        pytest.exit("enough", returncode=7)
+
+@world_size(2)
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("n", range(2))
+def test_later(group, n): dist.barrier()
+"""
+    (pytester.path / "test_example.py").write_text(HEADER + source)
+    port = free_port()
+    follower, leader = (
+        slurm(warm, pytester, 1, port, "-p", "no:randomly"),
+        slurm(warm, pytester, 0, port, "-p", "no:randomly"),
+    )
+    leader.communicate(timeout=150)
+    follower.communicate(timeout=30)
+    assert (leader.returncode, follower.returncode) == (1, 7)
+    reasons = [v.reason for v in read_verdicts(pytester.path).values()]
+    assert "rank 1's process has ended its session with 7" in reasons[-1]
+
+
+def test_what_a_process_waits_for_is_printed(warm: WarmPython, pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(HEADER + "@world_size(2)\ndef test_it(group): pass\n")
+    leader = slurm(warm, pytester, 0, free_port())
+    assert leader.stdout is not None
+    found = next((line for line in leader.stdout if "waits for rank 1's process to collect its tests" in line), "")
+    leader.kill()
+    leader.communicate(timeout=30)
+    assert found
 
 
 def test_xdist_under_a_launcher_is_refused(warm: WarmPython, pytester: pytest.Pytester) -> None:

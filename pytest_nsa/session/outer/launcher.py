@@ -22,6 +22,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
+from pytest_nsa.session.phases import Phases
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
@@ -35,6 +36,7 @@ EVIDENCE_S = 15.0
 BYE_S = 5.0
 MAX_FILE = 4 << 20
 NEVER_S = 1e9
+_SHARED = ("passed", "xfailed", "skipped", "pytest_exit")  # of each rank's evidence
 _FILES = (
     "events.jsonl",
     "reports.jsonl",
@@ -55,6 +57,7 @@ class Attachment:
         self.wire = OuterStore(outer)
         self._count = 0
         self.exit_status = 0
+        self.lost: dict[int, str] = {}  # the other processes that host no rank any more, and why
 
     @property
     def leads(self) -> bool:
@@ -67,13 +70,13 @@ class Attachment:
         if self.leads:
             problems = [self._difference(rank, nodeids) for rank in range(1, self.outer.world_size)]
             self.wire.put("agreed", [problem for problem in problems if problem])
-        problems = self.wire.wait("agreed", MEET_S)
+        problems = self.wire.wait("agreed", MEET_S, awaited="the other processes to collect their tests")
         if problems:
             raise pytest.UsageError("\n".join(problems))
 
     def _difference(self, rank: int, ours: list[str]) -> str:
         try:
-            theirs = self.wire.wait(f"items/{rank}", MEET_S)
+            theirs = self.wire.wait(f"items/{rank}", MEET_S, awaited=f"rank {rank}'s process to collect its tests")
         except TimeoutError:
             return f"rank {rank}'s process has not collected its tests within {MEET_S:.0f} s"
         if theirs == ours:
@@ -101,8 +104,13 @@ class Attachment:
         """Run this process's rank of ``job``, as leader or follower."""
         key = str(self._count)
         if self.leads:
+            for rank in range(1, self.outer.world_size):
+                if left := why_left(self.wire, rank):
+                    self.lost.setdefault(rank, left)
+            if self.lost:
+                raise LaunchError("; ".join(f"rank {rank}'s process {why}" for rank, why in self.lost.items()))
             self.wire.put(f"{key}/go", {"nodeid": job.nodeid, "seed": job.seed})
-            leading = LeaderLauncher(launcher, self.wire, key, job)
+            leading = LeaderLauncher(launcher, self.wire, key, job, self.lost)
             RanksRun(job, leading, limits, monitors, ranks=range(job.world_size)).run()
             leading.gather()
             return
@@ -128,15 +136,16 @@ class Attachment:
             self.wire.put(f"{self._count}/go", {"refused": reason})
             self.wire.put(f"{self._count}/stop", True)
 
-    def agree(self, verdict: Verdict, evidence: Evidence) -> tuple[Verdict, Evidence]:
-        """Return the leader's verdict in every process, so that all continue, or stop, alike."""
+    def agree(self, verdict: Verdict, evidence: Evidence, found: Phases) -> tuple[Verdict, Evidence, Phases]:
+        """Return what the leader concluded in every process, so that all continue, or stop, alike."""
         conclusion = None
         if self.leads:
-            facts = [{"passed": rank.passed, "xfailed": rank.xfailed} for rank in evidence.ranks]
-            conclusion = {"verdict": verdict.to_json(), "ranks": facts}
+            facts = [{name: getattr(rank, name) for name in _SHARED} for rank in evidence.ranks]
+            conclusion = {"verdict": verdict.to_json(), "ranks": facts, "phases": found.to_json()}
         agreed = self.share(conclusion)
         ranks = [replace(rank, **known) for rank, known in zip(evidence.ranks, agreed["ranks"], strict=True)]
-        return Verdict.from_json(agreed["verdict"]), replace(evidence, ranks=tuple(ranks))
+        evidence = replace(evidence, ranks=tuple(ranks))
+        return Verdict.from_json(agreed["verdict"]), evidence, Phases.from_json(agreed["phases"], evidence)
 
     def share(self, conclusion: dict[str, Any] | None) -> dict[str, Any]:
         """Exchange the leader's conclusion on a test: the leader sends it, the others receive it."""
@@ -156,21 +165,28 @@ class Attachment:
         """
         if not self.leads:
             with contextlib.suppress(Exception):  # the leader, or the store, may have exited
+                self.wire.put(f"left/{self.outer.rank}", self.exit_status)
                 self.wire.wait("end", MEET_S)
                 self.wire.put(f"bye/{self.outer.rank}", True)
             return
         self.wire.put("end", {"exit_status": self.exit_status})
         deadline = monotonic() + BYE_S
-        for rank in range(1, self.outer.world_size):
+        for rank in set(range(1, self.outer.world_size)) - set(self.lost):
             with contextlib.suppress(TimeoutError):
                 self.wire.wait(f"bye/{rank}", max(0.0, deadline - monotonic()))
+
+
+def why_left(wire: OuterStore, rank: int) -> str:
+    """Return that a process has ended its session, with its exit status; '' while it has not."""
+    status = wire.look(f"left/{rank}")
+    return "" if status is None else f"has ended its session with {status}"
 
 
 class LeaderLauncher:
     """The launcher of the leader: starts its own rank, and learns of the others through the store."""
 
-    def __init__(self, inner: Starter, wire: OuterStore, key: str, job: Job) -> None:
-        self.inner, self.wire, self.key, self.job = inner, wire, key, job
+    def __init__(self, inner: Starter, wire: OuterStore, key: str, job: Job, lost: dict[int, str]) -> None:
+        self.inner, self.wire, self.key, self.job, self.lost_processes = inner, wire, key, job, lost
         self.others = [rank for rank in range(job.world_size) if rank != job.only]
         self._lost: set[int] = set()
         self.lost: Collection[int] = self._lost
@@ -193,6 +209,7 @@ class LeaderLauncher:
             if status is None and self._is_silent(rank):
                 note(Path(self.job.folder) / "host.jsonl", "silent", rank=rank, seconds=SILENT_S)
                 self._lost.add(rank)
+                self.lost_processes[rank] = why_left(self.wire, rank) or f"was lost in {self.job.nodeid}"
                 status = 9
             if status is not None:
                 self._gone.add(rank)
@@ -208,6 +225,8 @@ class LeaderLauncher:
             if look["board"]:
                 write_atomically(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
             return False
+        if count is None and why_left(self.wire, rank):
+            return True
         limit = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
         return monotonic() - since > limit
 

@@ -7,6 +7,7 @@ outer launcher ranks are forked from this process, which has to import torch any
 from __future__ import annotations
 
 import json
+import sys
 import time
 import zlib
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 
+NOTICE_S = 5.0
 MEET_S = 600.0  # for all processes to collect their tests
 
 
@@ -42,14 +44,21 @@ class OuterStore:
         """Return the value of a key; None until it is set."""
         return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
 
-    def wait(self, key: str, seconds: float, *, or_key: str = "") -> Any:
-        """Wait for the value of ``key``, or of ``or_key`` if that comes first. Raises TimeoutError."""
-        deadline = monotonic() + seconds
+    def wait(self, key: str, seconds: float, *, or_key: str = "", awaited: str = "") -> Any:
+        """Wait for the value of ``key``, or of ``or_key`` if that comes first. Raises TimeoutError.
+
+        After `NOTICE_S` a line on standard error has what is ``awaited``, if that is given.
+        """
+        began = monotonic()
+        deadline = began + seconds
         while True:
             for name in (key, or_key):
                 value = self.look(name) if name else None
                 if value is not None:
                     return value
+            if awaited and monotonic() - began >= NOTICE_S:
+                print(f"nsa: waits for {awaited} (up to {seconds:.0f} s)", file=sys.__stderr__, flush=True)
+                awaited = ""
             if monotonic() >= deadline:
                 raise TimeoutError(f"nothing was received for {key!r} for {seconds:.0f} s")
             time.sleep(0.01)
