@@ -115,7 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[outer_key] = OuterHooks(config, resolved, resolved.outer)
         config.pluginmanager.register(config.stash[outer_key], "nsa-outer")
-    elif config.pluginmanager.hasplugin("xdist") and settings.HAS_RANKS:
+    elif config.pluginmanager.hasplugin("xdist") and settings.HAS_RANKS and settings.HAS_PROC:
         from pytest_nsa.session.plugins.xdist import XdistHooks
 
         config.pluginmanager.register(XdistHooks(), "nsa-xdist")

@@ -13,6 +13,7 @@ import pytest
 from pytest_nsa.options import DESCENDANTS, UNMARKED
 from pytest_nsa.wire.messages import FIXED_VARIABLES
 
+HAS_PROC = os.path.exists("/proc/self/stat")
 HAS_RANKS = sys.platform == "linux"  # elsewhere tests on ranks are skipped, and others run as without the plugin
 FAKE_GPUS = "NSA_FAKE_GPUS"  # how many GPUs that do not exist are leased: to test leases on a machine without GPUs
 FAKE_GPU_MEMORY = 16 << 30  # bytes of each

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa import marked
-from pytest_nsa.settings import Settings
+from pytest_nsa.settings import HAS_PROC, Settings
 
 OLDEST_TORCH = "2.6"
 
@@ -87,7 +87,9 @@ def why_not_light(item: pytest.Item, settings: Settings) -> str:
 
 @functools.cache
 def why_no_ranks() -> str:
-    """Return why no test can run on ranks here, and what to do; '' where torch can be used. Does not import torch."""
+    """Return why no test can run on ranks here, and what to do; '' where /proc and torch can be used. Does not import torch."""
+    if not HAS_PROC:
+        return "tests on ranks need /proc, by which ranks are observed: mount it (mount -t proc proc /proc)"
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
