@@ -159,6 +159,8 @@ class Ranked(pytest.Function):
         """Make pytest apply the mark xfail of the ranks that failed to a phase as a whole."""
         mark = next((f.mark for f in failures if f.mark is not None and not f.follows), None)
         raises = None if phases.all_expected(failures) else _NotRaised
+        if mark is None and self.stash.get(xfailed_key, None) is None:
+            return  # other plugins read it
         reason, strict = (mark.reason, mark.strict) if mark is not None else ("", False)
         self.stash[xfailed_key] = Xfail(reason, True, strict, raises)
 

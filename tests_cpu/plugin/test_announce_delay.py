@@ -26,7 +26,7 @@ def test_a_pause_may_last_twice_as_long_as_the_longest_at_its_place() -> None:
 
 def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(announce_delay, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(announce_delay, "monotonic", lambda: now)
     past = announce_delay.Past()
     for step in range(6):
         past.moved(0, board(step, ""), board(step + 1, ""), 0.0)

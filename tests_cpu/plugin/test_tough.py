@@ -167,7 +167,7 @@ def test_the_fault_is_reported(session: tuple[ExampleResult, Path, set[Path]], n
 def test_every_next_test_passes_and_nothing_is_left(session: tuple[ExampleResult, Path, set[Path]]) -> None:
     result, folder, left = session
     failed = result.outcomes["failed"] + result.outcomes["errors"]  # one dies in a fixture
-    assert (result.outcomes["passed"], failed) == (len(EXPECTED), len(EXPECTED))
+    assert (result.outcomes["passed"], failed) == (len(EXPECTED) + 1, len(EXPECTED))  # one hangs after its call
     assert processes_below(folder) == []
     assert that_stay(left) == set()
     assert len(result.stdout) < 2_000_000  # the terminal does not get 100 MB of text
