@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not 0 <= culprit < ranks:
         raise pytest.UsageError(f"--fault-rank {culprit}: the plan has ranks 0 to {ranks - 1} (--plan-ranks {ranks})")
     if config.getoption("--bisect-mitigations"):
-        config.option.bisect_env = ",".join(f"{name}=1" for name in BY_VARIABLE)
+        config.option.nsa_bisect_env = ",".join(f"{name}=1" for name in BY_VARIABLE)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

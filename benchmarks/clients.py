@@ -178,7 +178,7 @@ class Clients:
         )  # fmt: skip
 
     def _artifacts(self, name: str) -> tuple[str, ...]:
-        return (f"--artifacts={self.work / 'artifacts' / name}", "-o", "ranks_artifacts_keep=0")
+        return (f"--ranks-artifacts={self.work / 'artifacts' / name}", "-o", "ranks_artifacts_keep=0")
 
     def _packaged(self, name: str) -> Client:
         """Return a client whose tests a package has."""

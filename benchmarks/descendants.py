@@ -88,7 +88,7 @@ def run(folder: Path, source: str, mode: str) -> float:
     (folder / "test_it.py").write_text(source)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
-    options = [f"--ranks-descendants={mode}", "--timeout=300", "--artifacts=artifacts"]
+    options = [f"--ranks-descendants={mode}", "--timeout=300", "--ranks-artifacts=artifacts"]
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, *options], cwd=folder, stdout=subprocess.DEVNULL, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -94,7 +94,15 @@ def real(n: int, folder: Path) -> dict[str, Any]:
 def _run(test: str, folder: Path) -> Path:
     """Run pytest on the source of one test; return its evidence."""
     (folder / "test_scale.py").write_text(test)
-    options = ["-p", "no:cacheprovider", "-q", "-o", "ranks_timeout=120", "--artifacts", str(folder / "artifacts")]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-o",
+        "ranks_timeout=120",
+        "--ranks-artifacts",
+        str(folder / "artifacts"),
+    ]
     subprocess.run(
         [sys.executable, "-m", "pytest", *options, "test_scale.py"], cwd=folder, capture_output=True, check=False
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -70,9 +69,8 @@ class Declared:
         return self
 
     def addoption(self, name: str, *, help: str, metavar: str = "", choices: Sequence[str] = (), **_: Any) -> None:
-        if help != argparse.SUPPRESS:  # the earlier names
-            value = metavar or "|".join(choices)
-            self.rows.append((f"{name}{f'={value}' if value else ''}", help))
+        value = metavar or "|".join(choices)
+        self.rows.append((f"{name}{f'={value}' if value else ''}", help))
 
     def addini(self, name: str, help: str, *, default: Any = "", **_: Any) -> None:
         self.rows.append((name, help))
@@ -84,11 +82,10 @@ def options() -> list[str]:
 
     declared = Declared()
     add_options(declared)  # type: ignore[arg-type]
-    old = "`--artifacts`, `--bisect-gc`, `--bisect-branch`, `--bisect-env` and `--pdb-rank`, the earlier names, still work."
     rows = [
         f"| `{name.replace('|', chr(92) + '|')}` | {text.replace('|', chr(92) + '|')} |" for name, text in declared.rows
     ]
-    return ["| option or ini value | effect |", "| --- | --- |", *rows, "", old]
+    return ["| option or ini value | effect |", "| --- | --- |", *rows]
 
 
 def configuration() -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 LAUNCHES = ("auto", "fork", "clean", "cold")
@@ -21,58 +19,54 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("nsa", "tests on ranks (pytest-nsa)")
     group.addoption(
         "--ranks-artifacts",
-        dest="artifacts",
+        dest="nsa_artifacts",
         metavar="DIR",
         help="Folder for evidence and reports (default: ini artifacts_dir)",
     )
     group.addoption(
-        "--ranks-launch", choices=LAUNCHES, default="auto",
+        "--ranks-launch", dest="nsa_launch", choices=LAUNCHES, default="auto",
         help="Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter per rank (default: auto)",
     )  # fmt: skip
     group.addoption(
         "--ranks-fsdp-version",
+        dest="nsa_fsdp_version",
         choices=("1", "2"),
         default="2",
         help="The FSDP version that the fixture fsdp uses (default: 2)",
     )
     group.addoption(
         "--ranks-keep",
+        dest="nsa_keep",
         choices=("failed", "all"),
         default="failed",
         help="The tests that keep their folders of evidence (default: failed)",
     )
     group.addoption(
-        "--ranks-descendants", choices=DESCENDANTS,
+        "--ranks-descendants", dest="nsa_descendants", choices=DESCENDANTS,
         help="Diagnose ranks that tests start by themselves: report at the test's time limit, at an interrupt and at "
         "the end of the session; end: also end what a test leaves running (default: ini ranks_descendants)",
     )  # fmt: skip
     group.addoption(
-        "--ranks-bisect-gc", dest="bisect_gc", action="store_true",
+        "--ranks-bisect-gc", dest="nsa_bisect_gc", action="store_true",
         help="Run a failed test that takes the fixture gc_range again on halves of its layers, and name the layer",
     )  # fmt: skip
     group.addoption(
-        "--ranks-bisect-branch", dest="bisect_branch", action="store_true",
+        "--ranks-bisect-branch", dest="nsa_bisect_branch", action="store_true",
         help="Run a failed test that takes the fixture branch again on each branch alone, and name the one that fails",
     )  # fmt: skip
     group.addoption(
-        "--ranks-bisect-env", dest="bisect_env", nargs="?", const="", metavar="NAME=VALUE,...",
+        "--ranks-bisect-env", dest="nsa_bisect_env", nargs="?", const="", metavar="NAME=VALUE,...",
         help="Run a failed test again with these variables set in its ranks, and name the fewest that make it pass "
         "(default: ini ranks_bisect_env)",
     )  # fmt: skip
     group.addoption(
         "--ranks-pdb-rank",
-        dest="pdb_rank",
+        dest="nsa_pdb_rank",
         type=int,
         default=-1,
         metavar="N",
         help="The rank that --pdb and breakpoint() attach to (default: the first that fails; 0)",
     )
-    # Names of an earlier version: accepted, and not shown by --help.
-    for old, form in (
-        ("--artifacts", {}), ("--bisect-gc", {"action": "store_true"}), ("--bisect-branch", {"action": "store_true"}),
-        ("--bisect-env", {"nargs": "?", "const": ""}), ("--pdb-rank", {"type": int, "default": -1}),
-    ):  # fmt: skip
-        group.addoption(old, dest=old.removeprefix("--").replace("-", "_"), help=argparse.SUPPRESS, **form)
     _add_ini(
         parser, "ranks_output_limit", "MB of each rank's output that are kept: its beginning and its end", default="64"
     )

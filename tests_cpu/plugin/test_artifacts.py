@@ -110,7 +110,7 @@ def test_b(group, trace):
 @world_size(2)
 def test_c(group): assert group.rank == 2
 """
-    result = run_example(pytester, source, "--artifacts", "evidence")
+    result = run_example(pytester, source, "--ranks-artifacts", "evidence")
     run = (pytester.path / "evidence" / "latest").resolve()
     assert re.fullmatch(r"run_\d{8}_\d{6}", run.name)
     assert {p.name for p in run.iterdir()} >= {

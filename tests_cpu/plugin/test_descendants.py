@@ -202,8 +202,8 @@ def folder(tmp_path: Path) -> Path:
 def command(*arguments: str, mode: str = "report") -> list[str]:
     plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
     return [
-        sys.executable, "-m", "pytest", "-q", *plugins, "--timeout=600", f"--ranks-descendants={mode}", "--artifacts=artifacts",
-        "--junitxml=junit.xml", *arguments,
+        sys.executable, "-m", "pytest", "-q", *plugins, "--timeout=600", f"--ranks-descendants={mode}",
+        "--ranks-artifacts=artifacts", "--junitxml=junit.xml", *arguments,
     ]  # fmt: skip
 
 

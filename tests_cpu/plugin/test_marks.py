@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
-from _pytest.config.argparsing import Parser
 
 from pytest_nsa.marks import MAX_WORLD_SIZE, RULES, LayerRange
-from pytest_nsa.options import add_options
 from pytest_nsa.testing import HEADER, run_example
 
 
@@ -214,19 +210,6 @@ def test_x(): pass
 """
     result = run_example(pytester, source)
     assert "fails_as: does nothing, as the test does not run on ranks" in result.stdout + result.stderr
-
-
-def test_no_option_suppresses_its_default() -> None:
-    """pytest 8.4 takes argparse.SUPPRESS for the option's value; the old names of options have the defaults of the new."""
-    parser = Parser(_ispytest=True)
-    add_options(parser)
-    options = parser.getgroup("nsa").options
-    assert {"--artifacts", "--ranks-artifacts"} <= {name for option in options for name in option.names()}
-    assert [option.names() for option in options if option.attrs().get("default") == argparse.SUPPRESS] == []
-    defaults: dict[str, set[object]] = {}
-    for option in options:
-        defaults.setdefault(option.dest, set()).add(option.default if hasattr(option, "default") else None)
-    assert {dest: found for dest, found in defaults.items() if len(found) > 1} == {}
 
 
 OWN_NAMES = """

@@ -55,6 +55,6 @@ def test_a_folder_beside_the_tests_is_one_path_for_all_processes(
     """With pytest's cache on, as users have it: pytest refuses a cache folder with '..' in it."""
     inner = pytester.mkdir("inner")
     (inner / "test_example.py").write_text(HEADER + SOURCE)
-    done = run_pytest(inner, ["--artifacts", "../evidence", f"--rootdir={inner}", *how], 120)
+    done = run_pytest(inner, ["--ranks-artifacts", "../evidence", f"--rootdir={inner}", *how], 120)
     done.assert_outcomes(passed=2)
     assert (pytester.path / "evidence" / "latest" / "first" / "result.txt").read_text() == "PASS\n"

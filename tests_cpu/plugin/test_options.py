@@ -1,38 +1,26 @@
-"""Options by their names: one prefix, and the names until 0.2, which --help does not show."""
+"""Options by their names: one prefix, also for their values in the configuration, where other plugins have theirs."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
-OLD: dict[str, tuple[list[str], Any]] = {
-    "artifacts": (["kept"], "kept"),
-    "bisect-gc": ([], True),
-    "bisect-branch": ([], True),
-    "bisect-env": (["A=1"], "A=1"),
-    "pdb-rank": (["1"], 1),
-}
 
-
-@pytest.mark.parametrize("prefix", ["--", "--ranks-"])
-@pytest.mark.parametrize("name", OLD)
-def test_an_option_is_read_by_both_names(pytester: pytest.Pytester, name: str, prefix: str) -> None:
-    values, expected = OLD[name]
-    option = "=".join([f"{prefix}{name}", *values])
-    config = pytester.parseconfig(option)
-    assert config.getoption(f"--ranks-{name}") == config.getoption(f"--{name}") == expected
-
-
-def test_without_an_option_its_default_is_read(pytester: pytest.Pytester) -> None:
-    config = pytester.parseconfig()
-    assert [config.getoption(f"--{name}") for name in OLD] == [None, False, False, None, -1]
-
-
-def test_help_shows_one_prefix(pytester: pytest.Pytester) -> None:
+def test_options_and_their_values_have_our_prefix(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--help").stdout.str()
     section = text.partition("tests on ranks (pytest-nsa):\n")[2].partition("\n\n")[0]
     shown = re.findall(r"^  (--[\w-]+)", section, re.M)
-    assert {f"--ranks-{name}" for name in OLD} < set(shown)
+    assert len(shown) > 5
     assert all(option.startswith("--ranks-") for option in shown), shown
+    with_plugin, without = pytester.parseconfig(), pytester.parseconfig("-p", "no:nsa")
+    added = vars(with_plugin.option).keys() - vars(without.option).keys()
+    assert len(added) == len(shown)
+    assert all(name.startswith("nsa_") for name in added), added
+
+
+@pytest.mark.parametrize("option", ["--artifacts", "--bisect-gc", "--bisect-env", "--pdb-rank", "--ranks"])
+def test_another_repository_may_have_an_option_like_ours(pytester: pytest.Pytester, option: str) -> None:
+    pytester.makeconftest(f"def pytest_addoption(parser): parser.addoption('{option}', default='mine')")
+    pytester.makepyfile(f"def test_it(request): assert request.config.getoption('{option}') == 'mine'")
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)

@@ -160,7 +160,7 @@ def test_together(group, gc_range):
 def test_branches(group, branch):
     assert branch not in (None, "sel")
 """
-    result = run_example(pytester, source, "--bisect-gc", "--bisect-branch")
+    result = run_example(pytester, source, "--ranks-bisect-gc", "--ranks-bisect-branch")
     assert result.outcomes == {"failed": 3}
     reasons = {name: verdict.reason for name, verdict in result.verdicts.items()}
     assert "bisect: layer 7 fails alone, as gc_range 7:8" in reasons["test_layers"]
@@ -202,7 +202,7 @@ def test_they_exclude_each_other(group):
 
 @pytest.mark.slow
 def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, TRAPPED, "--bisect-env", "FIRST=1,SECOND=1,THIRD=x,FOURTH=1")
+    result = run_example(pytester, TRAPPED, "--ranks-bisect-env", "FIRST=1,SECOND=1,THIRD=x,FOURTH=1")
     assert result.outcomes == {"failed": 5}
     reasons = {name: verdict.reason.rpartition("bisect: ")[2] for name, verdict in result.verdicts.items()}
     assert reasons["test_needs_two"].startswith("passes with FIRST=1 and THIRD=x, all of them (")
@@ -229,7 +229,7 @@ def test_fails(group): assert False
 @fails_as("assertion")
 def test_expected(group): assert False
 """
-    result = run_example(pytester, source, "--bisect-env", "NCCL_P2P_DISABLE=1,CUDA_LAUNCH_BLOCKING=1")
+    result = run_example(pytester, source, "--ranks-bisect-env", "NCCL_P2P_DISABLE=1,CUDA_LAUNCH_BLOCKING=1")
     assert result.outcomes == {"failed": 1, "xfailed": 1}
     assert result.verdicts["test_fails"].reason.endswith(
         "bisect: none of NCCL_P2P_DISABLE, CUDA_LAUNCH_BLOCKING has an effect on gloo and cpu"
@@ -246,7 +246,7 @@ def test_expected(group): assert False
 )
 def test_what_cannot_be_set_is_refused(pytester: pytest.Pytester, given: str, complaint: str) -> None:
     pytester.makepyfile("def test_nothing(): pass")
-    result = pytester.runpytest_subprocess("--bisect-env", given)
+    result = pytester.runpytest_subprocess("--ranks-bisect-env", given)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"*{complaint}*"])
 
