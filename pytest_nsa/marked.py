@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +12,57 @@ import pytest
 RANK_FIXTURES = ("ddp", "fsdp", "group")
 DEFAULT_WORLD_SIZE = 2
 SIZE = "ranks_of_world_size"  # the parameter of a test that runs on several numbers of ranks
+
+
+class OurMark(pytest.Mark):  # type: ignore[misc]  # final, so that no type checker misses a mark
+    """A mark that a decorator of `pytest_nsa` made. Other suites have marks of the same names."""
+
+
+def is_ours(mark: pytest.Mark) -> bool:
+    """Return whether a decorator of `pytest_nsa` made the mark."""
+    return isinstance(mark, OurMark)
+
+
+def counts(item: pytest.Item, mark: pytest.Mark) -> bool:
+    """Return whether a mark with a name of ours has an effect on a test: it is ours, or the test runs ranks."""
+    return is_ours(mark) or is_ranked(item) or takes(item, "launch")
+
+
+_asked_key = pytest.StashKey[dict[str, bool]]()
+
+
+def has_asked(node: pytest.Item | pytest.Collector) -> bool:
+    """Return whether a test's repository asks for ranks: ini ranks_marks, or an import of `pytest_nsa`.
+
+    The import is in the test's module, in a conftest.py, or in another plugin.
+    """
+    config = node.config
+    if config.getini("ranks_marks"):
+        return True
+    plugins = [plugin for plugin in config.pluginmanager.get_plugins() if isinstance(plugin, ModuleType)]
+    module = node.getparent(pytest.Module)
+    known = config.stash.setdefault(_asked_key, {})
+    return any(_imports_us(found, known) for found in (getattr(module, "_obj", None), *plugins) if found is not None)
+
+
+def _imports_us(module: ModuleType, known: dict[str, bool]) -> bool:
+    """Return whether a module has a name from `pytest_nsa`; ``known`` has what was found before, by the module's name."""
+    name = getattr(module, "__name__", "")
+    if name not in known:
+        known[name] = not _is_from_us(name) and any(
+            _is_from_us(_origin_of(value)) for value in [*vars(module).values()]
+        )
+    return known[name]
+
+
+def _origin_of(value: object) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return str(value.__module__ if isinstance(value, type | FunctionType) else type(value).__module__)
+
+
+def _is_from_us(name: str) -> bool:
+    return name.partition(".")[0] == __package__
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
@@ -53,8 +105,9 @@ def takes(item: pytest.Item, fixture: str) -> bool:
 
 
 def is_ranked(item: pytest.Item) -> bool:
-    """Whether the test's body runs on ranks: by the mark world_size or a rank fixture."""
-    return item.get_closest_marker("world_size") is not None or any(takes(item, name) for name in RANK_FIXTURES)
+    """Whether the test's body runs on ranks: by a rank fixture, or the mark world_size where that is ours or asked for."""
+    mark = item.get_closest_marker("world_size")
+    return (mark is not None and (is_ours(mark) or has_asked(item))) or any(takes(item, name) for name in RANK_FIXTURES)
 
 
 def environment_of(item: pytest.Item) -> dict[str, str]:

@@ -19,6 +19,8 @@ from pytest_nsa.marked import (
     DEFAULT_WORLD_SIZE,
     RANK_FIXTURES,
     SIZE,
+    OurMark,
+    counts,
     is_ranked,
     makes_its_own_group,
     memory_of,
@@ -54,13 +56,26 @@ class LayerRange(str):
         return self
 
 
-class _OnRanks(pytest.MarkDecorator):
-    """The mark world_size, which also requests a fixture of the plugin: without the plugin the test would pass on no ranks."""
+class _Decorator(pytest.MarkDecorator):
+    """A mark of this package, which counts on any test; a mark of the same name made by `pytest.mark` counts on ranks alone."""
+
+    def with_args(self, *args: object, **kwargs: object) -> pytest.MarkDecorator:
+        """Return the decorator with arguments, as the base does."""
+        return _made(self.name, *self.args, *args, **{**self.kwargs, **kwargs})
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Mark a function or class, as the base does."""
+        """Mark a function or class, as the base does.
+
+        The mark world_size also requests a fixture of the plugin: without the plugin the test would pass on no ranks.
+        """
         marked = super().__call__(*args, **kwargs)
-        return pytest.mark.usefixtures("pytest_nsa_plugin")(marked) if args and marked is args[0] else marked
+        is_applied = bool(args) and marked is args[0] and self.name == "world_size"
+        return pytest.mark.usefixtures("pytest_nsa_plugin")(marked) if is_applied else marked
+
+
+def _made(name: str, *args: object, **kwargs: object) -> pytest.MarkDecorator:
+    """Return a mark of this package."""
+    return _Decorator(OurMark(name, args, kwargs, _ispytest=True), _ispytest=True)
 
 
 def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
@@ -70,33 +85,32 @@ def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
     runs on 2. With ``group=None`` they are in no group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes
     the group.
     """
-    given = pytest.mark.world_size(*n) if group == "made" else pytest.mark.world_size(*n, group=group)
-    return _OnRanks(given.mark, _ispytest=True)
+    return _made("world_size", *n) if group == "made" else _made("world_size", *n, group=group)
 
 
 def backend(name: str) -> pytest.MarkDecorator:
     """The process group's backend, 'gloo' or 'nccl' (default: gloo on CPU; nccl where each rank has its own GPU)."""
-    return pytest.mark.backend(name)
+    return _made("backend", name)
 
 
 def branch(*names: str) -> pytest.MarkDecorator:
     """The value of the fixture `branch`: 'cmp', 'sel' or 'win'; several names parametrize the test."""
-    return pytest.mark.branch(*names)
+    return _made("branch", *names)
 
 
 def gc_range(*ranges: str) -> pytest.MarkDecorator:
     """The value of the fixture `gc_range`: layers that checkpoint, 'start:end', half open; several parametrize the test."""
-    return pytest.mark.gc_range(*ranges)
+    return _made("gc_range", *ranges)
 
 
 def trace_kinds(*kinds: str) -> pytest.MarkDecorator:
     """What the fixture `trace` records and prints: any of 'grads', 'module_bwd', 'ddp_buckets' (default: all)."""
-    return pytest.mark.trace_kinds(*kinds)
+    return _made("trace_kinds", *kinds)
 
 
 def trace(*kinds: str) -> pytest.MarkDecorator:
     """An older name of trace_kinds; the fixture `trace` has the same name."""
-    return pytest.mark.trace(*kinds)
+    return _made("trace", *kinds)
 
 
 def scenario(name: str, *, reads_as: str = "") -> pytest.MarkDecorator:
@@ -104,30 +118,30 @@ def scenario(name: str, *, reads_as: str = "") -> pytest.MarkDecorator:
 
     ``reads_as`` is what a failure means; it is printed with the verdict.
     """
-    return pytest.mark.scenario(name, reads_as=reads_as) if reads_as else pytest.mark.scenario(name)
+    return _made("scenario", name, reads_as=reads_as) if reads_as else _made("scenario", name)
 
 
 def fails_as(cause: str) -> pytest.MarkDecorator:
     """The test must fail, with this cause (docs/causes): that is an expected failure; passing, or another cause, fails it."""
-    return pytest.mark.fails_as(cause)
+    return _made("fails_as", cause)
 
 
 def rank_env(**variables: str) -> pytest.MarkDecorator:
     """Set variables of the ranks' environment, before the group forms or a GPU is used: ``rank_env(NCCL_P2P_DISABLE='1')``."""
-    return pytest.mark.rank_env(**variables)
+    return _made("rank_env", **variables)
 
 
 def cores(n: int) -> pytest.MarkDecorator:
     """Pin the test's ranks to n cores that no other test with this mark uses at the same time."""
-    return pytest.mark.cores(n)
+    return _made("cores", n)
 
 
 # Without arguments the mark is the decorator, so that it also serves as `pytestmark` and in `pytest.param(marks=...)`.
-static_graph: pytest.MarkDecorator = pytest.mark.static_graph
-gpu: pytest.MarkDecorator = pytest.mark.gpu
-check_divergence: pytest.MarkDecorator = pytest.mark.check_divergence
-reuse: pytest.MarkDecorator = pytest.mark.reuse
-hash_seeds: pytest.MarkDecorator = pytest.mark.hash_seeds
+static_graph: pytest.MarkDecorator = _made("static_graph")
+gpu: pytest.MarkDecorator = _made("gpu")
+check_divergence: pytest.MarkDecorator = _made("check_divergence")
+reuse: pytest.MarkDecorator = _made("reuse")
+hash_seeds: pytest.MarkDecorator = _made("hash_seeds")
 
 
 def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
@@ -322,7 +336,7 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
     own = {id(mark) for mark in getattr(getattr(item, "obj", None), "pytestmark", ())}
     for mark in item.iter_markers():
         rule = RULES.get(mark.name)
-        if rule is None:
+        if rule is None or not counts(item, mark):
             continue
         shown = f"{mark.name}({', '.join([*map(repr, mark.args), *(f'{k}={v!r}' for k, v in mark.kwargs.items())])})"
         problem = rule.check(mark)
@@ -330,13 +344,14 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
             yield f"{where}: {shown}: {problem}"
         elif rule.fixture and id(mark) in own and rule.fixture not in fixtures:
             yield f"{where}: {shown}: does nothing, as the test does not take the fixture '{rule.fixture}'; add it to its arguments"
-    if item.get_closest_marker("fails_as") and not is_ranked(item):
+    given = {mark.name for mark in item.iter_markers() if counts(item, mark)}
+    if "fails_as" in given and not is_ranked(item):
         yield f"{where}: fails_as: does nothing, as the test does not run on ranks and gets no verdict; use pytest.mark.xfail"
-    if any(node is item for node, _ in item.iter_markers_with_node("reuse")):
+    if any(node is item and counts(item, mark) for node, mark in item.iter_markers_with_node("reuse")):
         yield f"{where}: reuse: belongs on a class or a module (pytestmark = pytest.mark.reuse), whose tests then share their ranks"
-    if item.get_closest_marker("hash_seeds"):
+    if "hash_seeds" in given:
         yield from _wrong_hash_seeds(item, where)
-    if item.get_closest_marker("static_graph") and "ddp" not in fixtures:
+    if "static_graph" in given and "ddp" not in fixtures:
         yield f"{where}: static_graph: does nothing, as the test does not take the fixture 'ddp'; add it to its arguments"
 
 
@@ -379,12 +394,12 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     """Make one test per value in branch(), gc_range() or world_size()."""
     mark = metafunc.definition.get_closest_marker("world_size")
     sizes = sizes_of(mark) if mark is not None and _check_world_size(mark) is None else ()
-    if len(sizes) > 1:
+    if len(sizes) > 1 and is_ranked(metafunc.definition):
         metafunc.fixturenames.append(SIZE)
         metafunc.parametrize(SIZE, sizes, ids=[f"{size}-ranks" for size in sizes])
     for name in ("branch", "gc_range"):
         mark = metafunc.definition.get_closest_marker(name)
-        if mark is not None and len(mark.args) > 1 and name in metafunc.fixturenames:
+        if mark is not None and len(mark.args) > 1 and takes(metafunc.definition, name):
             metafunc.parametrize(name, mark.args, indirect=True)
 
 

@@ -96,6 +96,12 @@ def add_options(parser: pytest.Parser) -> None:
         type="bool", default=False,
     )  # fmt: skip
     _add_ini(
+        parser,
+        "ranks_marks",
+        "Marks of pytest.mark, as pytest.mark.world_size(2), ask for ranks also where nothing imports pytest_nsa",
+        type="bool", default=False,
+    )  # fmt: skip
+    _add_ini(
         parser, "ranks_timeout", "Seconds for a test on ranks that has no limit from pytest-timeout", default="300"
     )
     _add_ini(parser, "ranks_start_timeout", "Seconds for the ranks to form their group", default="120")

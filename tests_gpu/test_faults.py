@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
+import pytest_nsa
 from pytest_nsa.system import gpu
 from pytest_nsa.testing import ExampleResult, run_example
 
 # torch is not imported here: `pytester` removes modules that a test has imported, and torch cannot be imported twice.
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest_nsa.gpu, pytest.mark.timeout(120)]
 GPU = """
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(25)]
 SECOND = 1_500_000_000  # cycles, at least

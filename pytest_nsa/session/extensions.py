@@ -64,7 +64,8 @@ class Extensions:
 
     def wrong_scenario(self, item: pytest.Item) -> tuple[str, ...]:
         """Return an error message if ``item`` is marked with a scenario that the plan's table lacks; else ()."""
-        name = marked.value(item, "scenario")
+        mark = item.get_closest_marker("scenario")
+        name = mark.args[0] if mark is not None and mark.args and marked.counts(item, mark) else None
         if not self.scenarios or not isinstance(name, str) or name in self.scenarios:
             return ()
         known = ", ".join(sorted(self.scenarios))

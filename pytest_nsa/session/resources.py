@@ -97,7 +97,7 @@ def lacks_gpu(item: pytest.Item, settings: Settings) -> str:
     """Return why ``item`` cannot have the GPUs that it requests; '' when it can."""
     mark = item.get_closest_marker("gpu")
     there = settings.gpus
-    if mark is None:
+    if mark is None or not marked.counts(item, mark):
         return ""
     if there >= (mark.kwargs.get("count") or 1):
         return _lacks_gpu_memory(mark, settings)

@@ -14,8 +14,9 @@ from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attenti
 from nsa.kernels import blocks, ops, reference, sdpa
 from nsa.kernels.triton import block_schedule, branches, decoding, selection_schedule, sequences, single
 from nsa.kernels.triton.tiles import Ring
+from pytest_nsa import gpu
 
-pytestmark = pytest.mark.gpu
+pytestmark = gpu
 
 # The largest error of an output of size about 1, and of a gradient relative to its largest.
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.float16: (4e-3, 1e-2), torch.bfloat16: (3e-2, 5e-2)}
