@@ -13,8 +13,9 @@ Importing this imports neither torch nor anything that needs it.
 
 from __future__ import annotations
 
-from pytest_nsa.cases import OnRanks
-from pytest_nsa.diagnosis.verdict import Verdict
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pytest_nsa.host_fixtures import host_fixture
 from pytest_nsa.marks import (
     LayerRange,
@@ -34,7 +35,11 @@ from pytest_nsa.marks import (
     trace_kinds,
     world_size,
 )
-from pytest_nsa.session.outcome import Outcome
+
+if TYPE_CHECKING:
+    from pytest_nsa.cases import OnRanks
+    from pytest_nsa.diagnosis.verdict import Verdict
+    from pytest_nsa.session.outcome import Outcome
 
 __all__ = [
     "LayerRange",
@@ -58,3 +63,14 @@ __all__ = [
     "trace_kinds",
     "world_size",
 ]
+
+_LATE = {
+    "OnRanks": "pytest_nsa.cases", "Outcome": "pytest_nsa.session.outcome", "Verdict": "pytest_nsa.diagnosis.verdict",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first used: every pytest run imports this package, with ranks or without."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATE[name]), name)

@@ -1,18 +1,30 @@
 """The fixtures. On ranks: `group`, `ddp`, `fsdp`, `trace`, `rank_tmp_path`; everywhere: `branch`, `gc_range`.
 
-This module is loaded by every pytest run, ranks or not.
+This module is loaded by every pytest run, ranks or not: a fixture imports what it needs.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_nsa import marked
 from pytest_nsa.marks import LayerRange
 from pytest_nsa.rank.context import current_rank, require_rank
-from pytest_nsa.rank.handles import DDP, FSDP, Group, Trace, make_ddp, make_fsdp, make_group, make_trace
+
+if TYPE_CHECKING:
+    from pytest_nsa.rank.handles import DDP, FSDP, Group, Trace
+
+
+def __getattr__(name: str) -> Any:
+    """Import the type of a fixture's value when it is first used, as in ``from pytest_nsa.fixtures import DDP``."""
+    if name not in ("DDP", "FSDP", "Group", "Trace"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pytest_nsa.rank import handles
+
+    return getattr(handles, name)
 
 
 @pytest.fixture(name="pytest_nsa_plugin")
@@ -23,24 +35,32 @@ def is_active() -> None:
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Group:
     """The bare process group: rank, world_size, device, barrier(). The test runs on ranks."""
+    from pytest_nsa.rank.handles import make_group
+
     return make_group(require_rank(request, "group"))
 
 
 @pytest.fixture
 def ddp(request: pytest.FixtureRequest) -> DDP:
     """Wrap a model in DDP: `model = ddp.wrap(model)`. The test runs on ranks."""
+    from pytest_nsa.rank.handles import make_ddp
+
     return make_ddp(require_rank(request, "ddp"))
 
 
 @pytest.fixture
 def fsdp(request: pytest.FixtureRequest) -> FSDP:
     """Shard a model with FSDP: `model = fsdp.wrap(model)`. The test runs on ranks."""
+    from pytest_nsa.rank.handles import make_fsdp
+
     return make_fsdp(require_rank(request, "fsdp"))
 
 
 @pytest.fixture
 def trace(request: pytest.FixtureRequest) -> Trace:
     """Trace a training step: `with trace(model): step()`, then `trace.missing_gradients()`. For tests on ranks."""
+    from pytest_nsa.rank.handles import make_trace
+
     return make_trace(require_rank(request, "trace"))
 
 

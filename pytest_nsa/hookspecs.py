@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_nsa.diagnosis.causes import Cause
-from pytest_nsa.diagnosis.decision import Decision
-from pytest_nsa.diagnosis.verdict import Fact, Finding, Verdict
-from pytest_nsa.evidence.values import Evidence
-
 if TYPE_CHECKING:
     from torch import nn
 
-CauseAndRule = tuple[Cause, Callable[[Evidence], Finding | None]]
+    from pytest_nsa.diagnosis.causes import Cause
+    from pytest_nsa.diagnosis.decision import Decision
+    from pytest_nsa.diagnosis.verdict import Fact, Finding, Verdict
+    from pytest_nsa.evidence.values import Evidence
+
+    CauseAndRule = tuple[Cause, Callable[[Evidence], Finding | None]]
 
 
 @pytest.hookspec(firstresult=True)

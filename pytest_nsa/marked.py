@@ -31,18 +31,21 @@ def counts(item: pytest.Item, mark: pytest.Mark) -> bool:
 _asked_key = pytest.StashKey[dict[str, bool]]()
 
 
-def has_asked(node: pytest.Item | pytest.Collector) -> bool:
-    """Return whether a test's repository asks for ranks: ini ranks_marks, or an import of `pytest_nsa`.
+def has_asked(of: pytest.Item | pytest.Config) -> bool:
+    """Return whether a repository asks for ranks: by ini ranks_marks, or by an import of `pytest_nsa`.
 
-    The import is in the test's module, in a conftest.py, or in another plugin.
+    The import is in a test's module, in a conftest.py, or in another plugin.
     """
-    config = node.config
-    if config.getini("ranks_marks"):
+    config = of if isinstance(of, pytest.Config) else of.config
+    try:
+        if config.getini("ranks_marks"):
+            return True
+    except ValueError:  # reported with the other settings, where a test asks for ranks
         return True
-    plugins = [plugin for plugin in config.pluginmanager.get_plugins() if isinstance(plugin, ModuleType)]
-    module = node.getparent(pytest.Module)
+    modules = [plugin for plugin in config.pluginmanager.get_plugins() if isinstance(plugin, ModuleType)]
     known = config.stash.setdefault(_asked_key, {})
-    return any(_imports_us(found, known) for found in (getattr(module, "_obj", None), *plugins) if found is not None)
+    own = None if isinstance(of, pytest.Config) else getattr(of.getparent(pytest.Module), "_obj", None)
+    return any(_imports_us(module, known) for module in (own, *modules) if module is not None)
 
 
 def _imports_us(module: ModuleType, known: dict[str, bool]) -> bool:

@@ -336,7 +336,7 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
     own = {id(mark) for mark in getattr(getattr(item, "obj", None), "pytestmark", ())}
     for mark in item.iter_markers():
         rule = RULES.get(mark.name)
-        if rule is None or not counts(item, mark):
+        if rule is None or not (counts(item, mark) or (rule.fixture and takes(item, rule.fixture))):
             continue
         shown = f"{mark.name}({', '.join([*map(repr, mark.args), *(f'{k}={v!r}' for k, v in mark.kwargs.items())])})"
         problem = rule.check(mark)

@@ -30,13 +30,8 @@ PARALLELS = ("none", "ddp", "fsdp")
 Launch = Callable[..., Outcome]
 
 
-@pytest.fixture
-def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
-    """Run a top-level function on ranks: `outcome = launch(body, world_size=2, timeout=20)`; read `outcome.verdict`.
-
-    The function may take any of rank, world_size, device, group, ddp, fsdp, trace, artifacts, and what ``arguments`` names
-    (values that JSON can hold). The test itself stays on the host.
-    """
+def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
+    """Yield the value of the fixture `launch`; at the test's end, keep or remove what its ranks left."""
     outcomes: list[Outcome] = []
     verdicts: list[Verdict] = []
     request.node.stash[launched_key] = verdicts
@@ -135,9 +130,8 @@ def _check_choice(function: Any, name: str, value: object, known: Sequence[str])
         raise ValueError(f"launch({function.__qualname__}, {name}={value!r}): must be one of {', '.join(known)}")
 
 
-@pytest.fixture
-def artifacts(request: pytest.FixtureRequest) -> Path:
-    """The folder of this test's evidence, kept with the run; the same path on all ranks."""
+def artifacts_of(request: pytest.FixtureRequest) -> Path:
+    """Return the value of the fixture `artifacts`."""
     rank = current_rank()
     if rank is not None:
         return Path(rank.job.folder)

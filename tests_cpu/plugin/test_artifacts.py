@@ -232,9 +232,9 @@ def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester) -> No
     ],
 )
 def test_an_ini_value_that_cannot_be_used_is_refused(pytester: pytest.Pytester, ini: str, message: str) -> None:
-    result = run_example(pytester, "def test_a(): pass", "-o", ini)
-    assert result.returncode == 4
-    assert message in result.stderr
+    result = run_example(pytester, "@world_size(2)\ndef test_a(): pass\ndef test_plain(): pass", "-o", ini)
+    assert result.outcomes == {"passed": 1, "errors": 1}
+    assert message in result.stdout
 
 
 def test_git_ignores_only_a_folder_that_was_empty(pytester: pytest.Pytester) -> None:

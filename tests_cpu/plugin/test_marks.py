@@ -64,7 +64,8 @@ def test_a_wrong_mark_is_refused_with_file_and_line(
 
 def test_what_cannot_run_is_an_error_of_its_own_and_the_others_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
-        "import pytest\n@pytest.mark.world_size(0)\ndef test_a(): pass\n@pytest.mark.branch('x')\ndef test_b(branch): pass\n"
+        "import pytest\nfrom pytest_nsa import world_size\n@world_size(0)\ndef test_a(): pass\n"
+        "@pytest.mark.branch('x')\ndef test_b(branch): pass\n"
         "@pytest.mark.world_size('two')\ndef test_c(): pass\ndef test_d(): pass\n"
     )
     result = pytester.runpytest_inprocess()
