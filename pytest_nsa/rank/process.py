@@ -106,7 +106,7 @@ class RankProcess:
     def run(self, job: Job | None) -> int:
         """Run ``job``, or the jobs that are received; return the exit code of the last one."""
         set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
-        mask_with(None, None)  # the host masks what a rank has left, once it has read the values of snapshots
+        mask_with(None)  # the host masks what a rank has left, once it has read the values of snapshots
         become_subreaper()
         self._set_environment()
         self._held = hold_while_alive(job.in_use if job is not None else ())
