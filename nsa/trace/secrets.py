@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import tokenize
@@ -89,8 +90,12 @@ def masked(text: str) -> str:
     for form, by in _FORMS:
         text = form.sub(by, text)
     for call, option in _CALLS:
-        text = call.sub(lambda match, option=option: option.sub(rf"\1{MASK}", match[0]), text)
+        text = call.sub(functools.partial(_masked_call, option), text)
     return text
+
+
+def _masked_call(option: re.Pattern[str], match: re.Match[str]) -> str:
+    return option.sub(rf"\1{MASK}", match[0])
 
 
 def masked_value(value: Any) -> Any:
