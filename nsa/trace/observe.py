@@ -35,6 +35,7 @@ from nsa.trace.divergence.training_state import watch_loads
 from nsa.trace.files import wall_clock
 from nsa.trace.finite import is_finite
 from nsa.trace.frames import call_site
+from nsa.trace.gradients import is_flattened
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
 
@@ -356,8 +357,7 @@ class Observer:
             self._remove_hooks()
         self._models.add(root)
         self._reducing.update(shared)
-        # FSDP1 gathers gradients in a flat parameter: hooks on the named parameters would not be called.
-        if any(getattr(m, "_use_orig_params", False) for _, m in modules):
+        if any(is_flattened(parameter) for _, parameter in trained):
             trained = []
         self.board.number("gradients_expected", len(trained))
         if names != self.parameter_names:

@@ -130,8 +130,8 @@ class TracedTraining:
             self._terminated.close()
 
     def parameters_missing(self) -> list[str]:
-        """Return the parameters without a gradient in the backward that runs; [] in another phase."""
-        if self.board.phase_name != "backward":
+        """Return the parameters without a gradient in the backward that runs; [] in another phase, and where none is counted."""
+        if self.board.phase_name != "backward" or not self.board.count("gradients_expected"):
             return []
         names = self.session.observer.parameter_names
         return [name for index, name in enumerate(names) if not self.board.has_arrived(index)]
