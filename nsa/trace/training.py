@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
+from nsa.trace.calls.arguments import in_runs
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.files import open_to_append, wall_clock, write_atomically
 from nsa.trace.frames import call_site
@@ -34,6 +35,7 @@ FATAL = "fatal.txt"
 TERMINATED = "terminated.txt"  # the stacks at SIGTERM, such as torchrun's after the death of another rank
 LONGEST = 1 << 16  # characters of a folder's first line that are read
 MAX_ANOMALIES = 2000  # unusual steps that are recorded
+MAX_WRAPS = 64  # models that DDP wraps
 MAX_ORDERS = 100  # the first steps, of which the gradients' order is recorded
 
 
@@ -206,10 +208,11 @@ def trace_training(
 
 
 def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
-    """Record in ``events.jsonl``: names and parallelism of the models that are called; unusual steps; and, if gradients are traced,
-    the missing ones when they differ from those of the step before, and the order in which gradients became ready.
+    """Record in ``events.jsonl``: names and parallelism of the models that are called; what DDP wraps; unusual steps; and, if
+    gradients are traced, the missing ones when they differ from those of the step before, and the order in which gradients became
+    ready.
     """
-    anomalies, reports, backwards = itertools.count(), itertools.count(), itertools.count()
+    anomalies, reports, backwards, wraps = (itertools.count() for _ in range(4))
     last_missing: list[str] = []
 
     def saw_anomaly(kind: str, step: int, **facts: Any) -> None:
@@ -229,7 +232,12 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
         if next(backwards) < MAX_ORDERS:
             record(folder, event="gradients_ready", step=step, order=order)
 
+    def saw_wrap(line: str, ranks: list[int], parameters: list[str]) -> None:
+        if next(wraps) < MAX_WRAPS:
+            record(folder, event="wrapped", where=line, ranks=in_runs(ranks), parameters=parameters)
+
     observer.on_anomaly = saw_anomaly
+    observer.on_wrap = saw_wrap
     observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
     report_gradients(saw_gradients)

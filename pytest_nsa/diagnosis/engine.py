@@ -32,6 +32,7 @@ from pytest_nsa.diagnosis.rules import (
     speed,
     stalls,
     unwinding,
+    wrapped,
 )
 from pytest_nsa.diagnosis.verdict import NO_RANK, RULE_FAILED, Fact, Finding, Outcome, Verdict, with_name_of_other
 from pytest_nsa.evidence.values import Evidence
@@ -66,6 +67,7 @@ def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
 RULES: tuple[Rule, ...] = (
     refused,
     absence.left_by_choice,
+    wrapped.incompatible,
     payloads.models_differ,
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message contains both
@@ -81,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     exits.unusable,
     exits.init_timeout,
     numbers.nan_loss,
+    wrapped.ordered_otherwise_before,
     numbers.diverged_before,
     exits.rank_raised,
     payloads.aborted_in_different_calls,
@@ -115,6 +118,7 @@ SUSPICIONS: tuple[Rule, ...] = (
 OF_THE_PASSED: tuple[Rule, ...] = (
     payloads.splits_differ,
     payloads.wrong_numbers,
+    wrapped.ordered_otherwise,
     numbers.silent_divergence,
     numbers.trained_away,
     numbers.differing,

@@ -29,6 +29,7 @@ from pytest_nsa.evidence.values import (
     RaisedException,
     RankEvidence,
     ThreadError,
+    Wrapped,
 )
 from pytest_nsa.evidence.waiting import SAMPLED_S, latest_sample
 from pytest_nsa.wire.files import parse, read_bytes, read_text
@@ -236,6 +237,7 @@ def _read_rank(
             MissingGradients(e["step"], tuple(e["names"]), e["where"]) for e in of["gradients_missing"] if e["names"]
         ),
         ready_orders={e["step"]: e["order"] for e in of["gradients_ready"]},
+        wrapped=tuple(Wrapped.of(e, members_of(e["ranks"], job.world_size)) for e in of["wrapped"]),
         needs_every_gradient=any(e.get("needs_every_gradient", False) for e in of["parallel"]),
         gpu=_gpu_of(machine, _first(seen["gpus"]).get("gpus", [])),
     )

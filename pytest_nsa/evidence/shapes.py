@@ -148,6 +148,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "left_running": {"command": is_text},
     "parallel": {"kind": is_text, "needs_every_gradient?": is_flag},
     "gradients_missing": {"step": _int, "names": _list_of(is_text), "where": is_text},
+    "wrapped": {"where": is_text, "ranks": _ranks, "parameters": _list_of(is_text)},
     "gradients_ready": {"step": _int, "order": _int},
     "anomaly": {"kind": is_text, "step": _int},
     "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},

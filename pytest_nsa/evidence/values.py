@@ -25,6 +25,46 @@ def _first_line(message: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a model that DDP wraps: its name, 'float32[8,4]' as its ``kind``, and whether it is trained."""
+
+    name: str
+    kind: str
+    is_trained: bool
+
+    @classmethod
+    def of(cls, text: str) -> Parameter:
+        """Read 'layer.weight float32[8,4] frozen' as a rank writes it."""
+        name, _, rest = text.partition(" ")
+        kind, _, frozen = rest.partition(" ")
+        return cls(name, kind, not frozen)
+
+    @property
+    def text(self) -> str:
+        """'layer.weight float32[8,4]'."""
+        return f"{self.name} {self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A model that a rank gives DDP: the user's line, the ranks of the group, and the parameters in their order."""
+
+    where: str
+    ranks: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any], ranks: tuple[int, ...]) -> Wrapped:
+        """Read a rank's event."""
+        return cls(event["where"], ranks, tuple(map(Parameter.of, event["parameters"])))
+
+    @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The parameters that DDP reduces, in the order in which it pairs them with those of other ranks."""
+        return tuple(p for p in self.parameters if p.is_trained)
+
+
+@dataclass(frozen=True, slots=True)
 class KeyUse:
     """A key of a store that a line of the user's code set or waited for, and how many keys of its kind (0: unknown).
 
@@ -206,6 +246,7 @@ class RankEvidence:
     # By step, a checksum of the order in which gradients became ready.
     ready_orders: Mapping[int, int] = field(default_factory=dict)
     needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
+    wrapped: tuple[Wrapped, ...] = ()  # the models that DDP wraps, in order
 
     @property
     def fatal_signal(self) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace.divergence.training_state import made_equal
+from nsa.trace.divergence.wrapped import OnWrap, report_wrap
 from nsa.trace.names import plain_name
 
 
@@ -116,13 +117,17 @@ _wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakr
 _joins_made = 0  # in this process
 
 
-def remember_wrappers() -> None:
-    """Record from now on which modules DDP wraps, even if they are never called through it, and how many joins have ended."""
+def remember_wrappers(on_wrap: OnWrap) -> None:
+    """Record from now on which modules DDP wraps, even if they are never called through it, and how many joins have ended.
+
+    ``on_wrap`` is called before each wrap (`report_wrap`).
+    """
     init = DistributedDataParallel.__init__
 
     @functools.wraps(init)
     def remembering(ddp: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
+        report_wrap(on_wrap, init, module, args, kwargs)
         init(ddp, module, *args, **kwargs)
         _wrappers[module] = weakref.ref(ddp)
         made_equal(module)
