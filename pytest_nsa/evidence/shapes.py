@@ -126,7 +126,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "wants_cpu?": is_flag, "held_by?": _list_of(_int), "locked_by?": _list_of(_int), "waits_for_lock?": is_text,
         "open_and_locked?": is_text, "reads_from_parent?": is_flag,
     },
-    "start": {"notes?": _list_of(is_text), "machine?": is_text, "memory_mib?": is_number},
+    "start": {"notes?": _list_of(is_text), "machine?": is_text, "memory_mib?": is_number, "libraries?": _list_of(is_text)},
     "done": {"passed": is_flag, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},
     "pytest_exit": {"reason": is_text, "returncode?": _int},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},

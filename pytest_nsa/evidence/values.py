@@ -13,6 +13,7 @@ from pytest_nsa.evidence.board import DEFAULT_GROUPS, OTHER_WORLD, BoardSnapshot
 from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
+from pytest_nsa.evidence.wrapped import Wrapped
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
@@ -22,46 +23,6 @@ STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 
 def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "")
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of a model that DDP wraps: its name, 'float32[8,4]' as its ``kind``, and whether it is trained."""
-
-    name: str
-    kind: str
-    is_trained: bool
-
-    @classmethod
-    def of(cls, text: str) -> Parameter:
-        """Read 'layer.weight float32[8,4] frozen' as a rank writes it."""
-        name, _, rest = text.partition(" ")
-        kind, _, frozen = rest.partition(" ")
-        return cls(name, kind, not frozen)
-
-    @property
-    def text(self) -> str:
-        """'layer.weight float32[8,4]'."""
-        return f"{self.name} {self.kind}"
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapped:
-    """A model that a rank gives DDP: the user's line, the ranks of the group, and the parameters in their order."""
-
-    where: str
-    ranks: tuple[int, ...]
-    parameters: tuple[Parameter, ...]
-
-    @classmethod
-    def of(cls, event: Mapping[str, Any], ranks: tuple[int, ...]) -> Wrapped:
-        """Read a rank's event."""
-        return cls(event["where"], ranks, tuple(map(Parameter.of, event["parameters"])))
-
-    @property
-    def trained(self) -> tuple[Parameter, ...]:
-        """The parameters that DDP reduces, in the order in which it pairs them with those of other ranks."""
-        return tuple(p for p in self.parameters if p.is_trained)
 
 
 @dataclass(frozen=True, slots=True)

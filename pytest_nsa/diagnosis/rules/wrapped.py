@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.training_states import grouped
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks
-from pytest_nsa.evidence.values import Evidence, RankEvidence, Wrapped
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.wrapped import Wrapped
 
 _ALIKE = "build the model alike on all ranks: DDP pairs parameters by their position, whatever their names"
 By = Mapping[int, Wrapped]  # what each rank of a group gave DDP, in one of its wraps
