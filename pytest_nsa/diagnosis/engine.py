@@ -31,6 +31,7 @@ from pytest_nsa.diagnosis.rules import (
     payloads,
     speed,
     stalls,
+    unreduced,
     unwinding,
     wrapped,
 )
@@ -120,6 +121,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
     payloads.wrong_numbers,
     wrapped.ordered_otherwise,
     numbers.silent_divergence,
+    unreduced.unreduced_replicas,
     numbers.trained_away,
     numbers.differing,
 )

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nsa.trace.divergence.training_state import made_equal
 from nsa.trace.divergence.wrapped import OnWrap, report_wrap
+from nsa.trace.gradients import is_flattened
 from nsa.trace.names import plain_name
 
 
@@ -86,6 +88,17 @@ def compared(
     named = [(plain_name(n), p) for n, p in module.named_parameters() if n not in ignored]
     frozen = [(n, p) for n, p in named if with_frozen and not p.requires_grad and p.is_floating_point()]
     return [(n, p) for n, p in named if p.requires_grad] + frozen
+
+
+def is_plain(root: torch.nn.Module) -> bool:
+    """Return whether each parameter of a model is whole on this rank, not a share of one."""
+    return all(type(p) is torch.nn.Parameter and not p.is_sparse and not is_flattened(p) for p in root.parameters())
+
+
+def updates(optimizer: Optimizer, root: torch.nn.Module) -> bool:
+    """Return whether an optimizer has a parameter of a model."""
+    own = {id(p) for p in root.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def attributes_of(root: torch.nn.Module) -> frozenset[str]:
