@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pytest_nsa.testing import run_example
@@ -117,3 +119,30 @@ def test_a_refusal_that_is_expected(ddp, group):
         "    wrapped = ddp.wrap(model)  # WRAP"
     )
     assert result.verdicts["test_another_shape"].where == f"test_example.py:{line} in train"
+
+
+def test_parameters_that_ddp_was_asked_to_ignore_are_not_added_later(pytester: pytest.Pytester) -> None:
+    source = """
+from torch import nn
+from pytest_nsa import check_divergence
+
+@check_divergence
+@world_size(2)
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_it(ddp, group, is_ignored):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    if is_ignored:
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.0.weight", "1.0.bias"])
+    wrapped = ddp.wrap(model)
+    if not is_ignored:
+        model[1].add_module("1", nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    result = run_example(pytester, source, "--ranks-keep=all")
+    added = {}
+    for name in ("test_it[True]", "test_it[False]"):
+        lines = (result.folder(name) / "rank0" / "checksums.jsonl").read_text().splitlines()
+        added[name] = [made[0] for line in map(json.loads, lines) for made in line.get("added", ())]
+    assert added == {"test_it[True]": [], "test_it[False]": ["1.1.weight", "1.1.bias"]}

@@ -177,9 +177,11 @@ class Checksums:
         for ddp in ddp_models_in(root):
             known = {id(p) for p in getattr(ddp, "_module_parameters", ())}
             for prefix, module in ddp.module.named_modules() if known else ():
-                new = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad and id(p) not in known]
+                of_module = module.named_parameters(prefix, recurse=False)
+                untracked = [name for name, p in of_module if p.requires_grad and id(p) not in known]
+                new = [name for name in untracked if name not in ddp.parameters_to_ignore]
                 site = self._state.made_at(module) if new else ""
-                found += [[plain_name(f"{prefix}.{name}" if prefix else name), site] for name in new]
+                found += [[plain_name(name), site] for name in new]
         return found
 
     def _look(

@@ -100,7 +100,7 @@ def _finding(evidence: Evidence, by_rank: By, cause: str, texts: Mapping[int, st
     shown = by_ranks(texts, evidence.job.world_size)
     return Finding(
         cause=cause, ranks=ranks, where=by_rank[ranks[0]].where, module=module, certain=True, confidence=0.95, advice=_ALIKE,
-        reason=f"the models that the ranks gave DDP differ: {shown}",
+        reason=f"the models differ: {shown}",
         facts=tuple(
             Fact(rank=rank, kind="wrapped", file=f"rank{rank}/events.jsonl", text=text) for rank, text in texts.items()
         ),
