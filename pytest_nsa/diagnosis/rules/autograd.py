@@ -37,7 +37,8 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
         named, match = _NAMED.search(error.message), _WITHOUT_GRADIENT.search(error.message)
         names = _names_at(rank, match[1].split()) if match else []
         if named:  # in any order
-            places = {p.name: n for wrap in rank.wrapped for n, p in enumerate(wrap.trained)}
+            listed = [p.name for wrap in rank.wrapped for p in wrap.trained] or rank.parameter_names
+            places = {name: n for n, name in enumerate(listed)}
             names = sorted(named[1].strip().split(", "), key=lambda name: places.get(name, 0))
         reason = f"parameters took no part in the last backward: {few(names) or 'torch names none'}"
         return reason, names[0].rpartition(".")[0] if names else ""
