@@ -23,7 +23,7 @@ import torch
 
 from nsa.trace.calls.arguments import in_runs
 from nsa.trace.events import SCHEMA, machine, record
-from nsa.trace.files import open_to_append, wall_clock, write_atomically
+from nsa.trace.files import open_to_append, process_in, wall_clock, write_atomically
 from nsa.trace.frames import call_site, library_folders
 from nsa.trace.gradients import report_gradients
 from nsa.trace.memory import limit_mib
@@ -33,7 +33,6 @@ from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
 TERMINATED = "terminated.txt"  # the stacks at SIGTERM, such as torchrun's after the death of another rank
-LONGEST = 1 << 16  # characters of a folder's first line that are read
 MAX_ANOMALIES = 2000  # unusual steps that are recorded
 MAX_WRAPS = 64  # models that DDP wraps
 MAX_ORDERS = 100  # the first steps, of which the gradients' order is recorded
@@ -144,13 +143,8 @@ current: TracedTraining | None = None  # of this process, or inherited by a fork
 
 def _refuse_folder_in_use(folder: Path) -> None:
     """Raise FileExistsError if a live process uses a rank's folder: a rank of another job, or one that started this process."""
-    try:
-        with open(folder / "events.jsonl", encoding="utf-8") as events:
-            pid = int(json.loads(events.readline(LONGEST))["pid"])
-        is_in_use = pid != os.getpid() and str(folder / "board.bin") in Path(f"/proc/{pid}/maps").read_text()
-    except (OSError, ValueError, IndexError, TypeError, KeyError):  # no such file, or not a rank's
-        return
-    if is_in_use:
+    pid = process_in(folder)
+    if pid:
         in_use = (
             f"process {pid} leaves its evidence there; give this job another folder, or remove NSA_TRACE_DIR from it"
         )
