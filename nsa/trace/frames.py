@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 _FRAMEWORKS = ("torch", "functorch", "torchgen", "pytest", "_pytest", "pluggy", "xdist")
 
 
-def library_folders() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     """Return the folders with no code of the user's: Python's, those of packages and their commands, and the frameworks'."""
     found = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib", "scripts")]
     for package in _FRAMEWORKS:
@@ -26,10 +26,16 @@ def library_folders() -> tuple[str, ...]:
     return tuple(dict.fromkeys(path + os.sep for folder in found for path in (folder, os.path.realpath(folder))))
 
 
+LIBRARIES = _library_folders()
+# Those that a reader of this process's evidence cannot know by their paths.
+UNUSUAL_LIBRARIES = tuple(
+    folder for folder in LIBRARIES if not re.search(r"/lib/python3\.\d+/|/(?:site|dist)-packages/", folder)
+)
+
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep
 # The plugin that runs the program is in the same folder as this package.
-_FOREIGN = (*library_folders(), _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
+_FOREIGN = (*LIBRARIES, _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
 # Wherever they are installed, packages are not the program under test; but `nsa` is: its model is what hangs. evidence/stacks.py
 # has the same rule for folders from elsewhere.
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/(?!nsa/(?!trace/))")

@@ -24,7 +24,7 @@ import torch
 from nsa.trace.calls.arguments import in_runs
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.files import open_to_append, process_in, wall_clock, write_atomically
-from nsa.trace.frames import call_site, library_folders
+from nsa.trace.frames import UNUSUAL_LIBRARIES, call_site
 from nsa.trace.gradients import report_gradients
 from nsa.trace.memory import limit_mib
 from nsa.trace.secrets import masked_arguments
@@ -54,7 +54,7 @@ class TracedTraining:
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}
-        record(self.folder, event="start", pid=os.getpid(), notes=[], libraries=library_folders(), **facts)
+        record(self.folder, event="start", pid=os.getpid(), notes=[], libraries=UNUSUAL_LIBRARIES, **facts)
         self._fatal = _dump_fatal_errors(self.folder / FATAL)
         self._terminated = _dump_at_sigterm(self.folder / TERMINATED)
         self.session = installed()

@@ -145,7 +145,7 @@ class RankProcess:
         _redirect_output(folder)
         self._arm_stack_dumps(folder)
 
-        from nsa.trace.frames import add_user_file, library_folders
+        from nsa.trace.frames import UNUSUAL_LIBRARIES, add_user_file
         from nsa.trace.memory import limit_mib
         from nsa.trace.session import installed
         from nsa.trace.stall.handlers import forget, install, lasting_handlers
@@ -154,7 +154,7 @@ class RankProcess:
 
         on_gpu = self.spec.device == "cuda"
         facts = {"machine": machine(on_gpu=on_gpu), "memory_mib": limit_mib()}
-        record(folder, event="start", pid=os.getpid(), notes=self.notes, libraries=library_folders(), **facts)
+        record(folder, event="start", pid=os.getpid(), notes=self.notes, libraries=UNUSUAL_LIBRARIES, **facts)
         session = installed()
         add_user_file(job.body)
         install()

@@ -9,7 +9,7 @@ import pluggy
 import pytest
 import torch
 
-from nsa.trace.frames import is_user_file, library_folders
+from nsa.trace.frames import LIBRARIES, UNUSUAL_LIBRARIES, is_user_file
 from pytest_nsa.evidence.stacks import Frame, Origin, parse_dump
 from pytest_nsa.testing import run_example
 
@@ -37,12 +37,12 @@ FILES = [
 def test_the_rank_and_the_reader_decide_alike(file: str, is_users: bool) -> None:
     assert is_user_file(file) is is_users
     assert Frame(file, 1, "f").is_user is is_users
-    assert Origin(libraries=library_folders()).frame(file, 1, "f").is_user is is_users
+    assert Origin(libraries=UNUSUAL_LIBRARIES).frame(file, 1, "f").is_user is is_users
 
 
 def test_a_framework_that_is_installed_as_editable_is_no_user_code() -> None:
     for module in (torch, pytest, pluggy):
-        assert str(Path(module.__file__).parent) + "/" in library_folders()
+        assert str(Path(module.__file__).parent) + "/" in LIBRARIES
     places = (("/src/pytorch/torch/nn/f.py", 3, "f"), ("/src/me.py", 9, "g"))
     lines = (f'  File "{file}", line {line} in {function}' for file, line, function in places)
     dump = "\n".join(["Thread 0x1 (most recent call first):", *lines])
