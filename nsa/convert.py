@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. The message is one line: what, its value, and the right form."""
+    """A setting that cannot be used. The message is one line: what, its value, and the right form.
+
+    Characters that a terminal would obey are replaced: a message may quote a damaged file.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else "?" for c in message))
 
 
 def parse_layer_range(text: str, n_layers: int | None = None) -> tuple[int, int]:
@@ -37,7 +43,13 @@ def did_you_mean(name: str, known: Any) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
-_LIMITS = reprlib.Repr()
+class _Limited(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Return a number's digits, or how many bits it has where Python would write no text of it."""
+        return super().repr_int(x, level) if x.bit_length() < 1 << 13 else f"a number of {x.bit_length()} bits"
+
+
+_LIMITS = _Limited()
 _LIMITS.maxstring = _LIMITS.maxother = MOST_SHOWN = 80
 
 

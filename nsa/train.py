@@ -27,11 +27,13 @@ from nsa.config import (
     unknown_variables,
     value_of,
 )
+from nsa.trace.files import process_in
 
 if TYPE_CHECKING:
     from nsa.training.parallel import RankInfo
 
 USAGE_ERROR, NOT_FINITE, INTERRUPTED, OUTPUT_CLOSED = 2, 3, 130, 141
+WAIT_S = 30.0  # for ranks of an earlier start, if a run is resumed
 NOT_WRITABLE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR,
 })  # fmt: skip
@@ -39,7 +41,7 @@ EXIT_CODES = {
     0: "done",
     USAGE_ERROR: "a setting or file that cannot be used, or a disk that is full: one line names it",
     NOT_FINITE: "a loss or gradient is NaN or infinite (train.nonfinite): one line names the step and a checkpoint before it",
-    75: "stopped by SIGTERM, with a checkpoint: start it again with --resume auto",
+    75: "stopped by SIGTERM, or without its launcher, with a checkpoint: start it again with --resume auto",
     INTERRUPTED: "interrupted",
     OUTPUT_CLOSED: "standard output was closed, as `| head` does",
 }
@@ -200,6 +202,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     from nsa.training import saved
 
     rank, world_size, local_rank = launched_ranks()
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # of torchrun
     if world_size > 1 and config.parallel.mode == "none":
         raise ConfigError(
             f"{world_size} ranks with --parallel none would train {world_size} unrelated models; use --ddp 1"
@@ -207,6 +210,8 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     source = open_source(config)  # before any group starts: a bad file is refused here
     _boot_lines(config, arguments, rank)
 
+    if arguments.out and arguments.resume != "none":
+        wait_for_earlier_ranks(Path(arguments.out).absolute(), WAIT_S, quiet=rank != 0)
     resumed = saved.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
     if resumed is None and arguments.resume == "auto" and rank == 0:
         _print(f"[train] resume=auto: no checkpoint in {_checkpoints(arguments)}, starting at step 1")
@@ -238,7 +243,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     try:
         folder = _folder(arguments.out, info)
         with traces_logged(folder, rank):
-            return Run(config, info, loader, folder, resumed).steps()
+            return Run(config, info, loader, folder, resumed, launcher).steps()
     except NotFiniteError as error:  # of all ranks: one speaks
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -247,6 +252,24 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         loader.close()
         if config.parallel.mode != "none":
             torch.distributed.destroy_process_group()
+
+
+def wait_for_earlier_ranks(folder: Path, limit_s: float, *, quiet: bool = False) -> None:
+    """Wait until no live rank writes to a run's folder, such as those of a launcher that was killed: they end at their next step.
+
+    After ``limit_s`` seconds the run goes on, and its folder is refused.
+    """
+    deadline, is_known = time.monotonic() + limit_s, quiet
+    while pids := sorted(filter(None, map(process_in, folder.glob("rank*")))):
+        if time.monotonic() > deadline:
+            return
+        if not is_known:
+            who = f"process {pids[0]}" if len(pids) == 1 else f"processes {', '.join(map(str, pids))}"
+            _print(
+                f"[train] resume: waits up to {limit_s:.0f} s until {who} of an earlier start, still in {folder}, ended"
+            )
+            is_known = True
+        time.sleep(0.1)
 
 
 def launched_ranks() -> tuple[int, int, int]:

@@ -40,16 +40,19 @@ MAX_WORLD_SIZE = max(64, min(4096, 16 * (os.cpu_count() or 1), _MEMORY // _MEMOR
 
 
 class LayerRange(str):
-    """Layers start <= i < end, as text ('0:6') and numbers. Raises ValueError with the right form."""
+    """Layers start <= i < end, as text ('0:6') and numbers. Raises ValueError with the right form.
+
+    ``may_be_empty``: as in '0:0', with which a bisection runs a test without any layer.
+    """
 
     start: int
     end: int
 
-    def __new__(cls, text: str) -> LayerRange:
+    def __new__(cls, text: str, *, may_be_empty: bool = False) -> LayerRange:
         first, colon, last = text.partition(":") if isinstance(text, str) else ("", "", "")
         if not (colon and first.isdecimal() and last.isdecimal()):
             raise ValueError("must be 'start:end' in whole layers, as in '0:6' (layers 0 to 5)")
-        if int(first) >= int(last):
+        if int(first) >= int(last) and not (may_be_empty and int(first) == int(last)):
             raise ValueError(f"the range must go up, as in '0:6' (layers 0 to 5); got start {first}, end {last}")
         self = super().__new__(cls, text)
         self.start, self.end = int(first), int(last)

@@ -7,6 +7,7 @@ bound at import; tools that freeze time do not replace `clock_gettime`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from os import close as close
 from os import open as open_fd
@@ -16,6 +17,7 @@ from time import CLOCK_MONOTONIC, CLOCK_REALTIME, clock_gettime
 from time import sleep as sleep
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+LONGEST = 1 << 16  # characters of a file's first line that are read
 
 
 def wall_clock() -> float:
@@ -61,3 +63,14 @@ def write_atomically(path: Path, content: str | bytes, *, follow: bool = False, 
             os.fsync(folder)
     finally:
         close(folder)
+
+
+def process_in(folder: Path) -> int:
+    """Return the process that writes to a rank's folder: of another job, or one that started this process; 0 without any."""
+    try:
+        with open(folder / "events.jsonl", encoding="utf-8") as events:
+            pid = int(json.loads(events.readline(LONGEST))["pid"])
+        is_in_use = pid != os.getpid() and str(folder / "board.bin") in Path(f"/proc/{pid}/maps").read_text()
+    except (OSError, ValueError, IndexError, TypeError, KeyError):  # no such file, or not a rank's
+        return 0
+    return pid if is_in_use else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import os
 import re
 import sys
@@ -10,19 +12,34 @@ import sysconfig
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+# Packages that call the user's code or are called by it, wherever they are: installed as editable, too.
+_FRAMEWORKS = ("torch", "functorch", "torchgen", "pytest", "_pytest", "pluggy", "xdist")
+
+
+def _library_folders() -> tuple[str, ...]:
+    """Return the folders with no code of the user's: Python's, those of packages and their commands, and the frameworks'."""
+    found = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib", "scripts")]
+    for package in _FRAMEWORKS:
+        with contextlib.suppress(ImportError, ValueError):  # ValueError: of a module without a specification
+            spec = importlib.util.find_spec(package)
+            found += (spec.submodule_search_locations or []) if spec is not None else []
+    return tuple(dict.fromkeys(path + os.sep for folder in found for path in (folder, os.path.realpath(folder))))
+
+
+LIBRARIES = _library_folders()
+# Those that a reader of this process's evidence cannot know by their paths.
+UNUSUAL_LIBRARIES = tuple(
+    folder for folder in LIBRARIES if not re.search(r"/lib/python3\.\d+/|/(?:site|dist)-packages/", folder)
+)
+
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep
-# The commands of installed packages, such as pytest's, too.
-_LIBRARIES = {
-    os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib", "scripts")
-}
 # The plugin that runs the program is in the same folder as this package.
-_FOREIGN = (*_LIBRARIES, _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
-# Wherever they are installed, packages are not the program under test.
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# An installed `nsa` is the user's code too: its model is what hangs.
+_FOREIGN = (*LIBRARIES, _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
+# Wherever they are installed, packages are not the program under test; but `nsa` is: its model is what hangs. evidence/stacks.py
+# has the same rule for folders from elsewhere.
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/(?!nsa/(?!trace/))")
 _OURS = _ROOT + "nsa" + os.sep
-
 # Files that torch's compiler has written, in whatever folder.
 _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
 
@@ -34,7 +51,7 @@ def is_user_file(filename: str) -> bool:
     known = _known.get(filename)
     if known is None:
         in_model = filename.startswith(_OURS) and not filename.startswith(_HERE)
-        installed = any(part in filename for part in _INSTALLED) or _GENERATED.search(filename) is not None
+        installed = _INSTALLED.search(filename) or _GENERATED.search(filename)
         known = in_model or not (installed or filename.startswith(_FOREIGN))
         _known[filename] = known
     return known
@@ -81,8 +98,7 @@ _FRAMEWORK = tuple(name + os.sep for name in ("torch", "_pytest", "pluggy"))
 def _is_of_a_library(filename: str) -> bool:
     """Return whether a file is of an installed package, not of torch, this one or pytest."""
     ours = filename.startswith((_HERE, _ROOT + "pytest_nsa" + os.sep))
-    installed = any(part in filename for part in _INSTALLED)
-    return installed and not ours and not _in_package(filename).startswith(_FRAMEWORK)
+    return _INSTALLED.search(filename) is not None and not ours and not _in_package(filename).startswith(_FRAMEWORK)
 
 
 def _in_package(place: str) -> str:

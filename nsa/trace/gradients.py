@@ -34,10 +34,19 @@ def report_gradients(listener: Listener) -> None:
     _listener = listener
 
 
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP1 gathers a parameter's gradient in a flat one, so that no hook on the parameter is called."""
+    return getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False)
+
+
 class GradientTrace:
-    """Post-accumulate hooks on every trained parameter of a module. Usable with ``with``."""
+    """Post-accumulate hooks on every trained parameter of a module. Usable with ``with``.
+
+    ``is_counted`` is False where FSDP1 keeps parameters by their names (``use_orig_params``): then nothing is reported.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self.is_counted = not any(map(is_flattened, model.parameters()))
         self.expected = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad]
         self.arrived: dict[str, None] = {}  # in the order of their arrival
         self._handles: list[Any] = [
@@ -50,7 +59,14 @@ class GradientTrace:
         return lambda _: self.arrived.setdefault(name)
 
     def missing(self) -> list[str]:
-        """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`."""
+        """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`.
+
+        Raises RuntimeError where gradients are not counted.
+        """
+        if not self.is_counted:
+            raise RuntimeError(
+                "gradients are not counted under FSDP1 with use_orig_params; use FSDP2 (fully_shard) or DDP"
+            )
         return [name for name in self.expected if name not in self.arrived]
 
     def report(
@@ -61,6 +77,9 @@ class GradientTrace:
         ``missing_file``, one for all ranks, gets a line 'step1 blocks.4.attn.out.weight rank=0' for each. ``has_failed``: an
         exception ended the backward, so that missing gradients are its consequence, and the listener is not called.
         """
+        if not self.is_counted:
+            logger.info("[GRAD-TRACE] not counted under FSDP1")
+            return []
         missing = self.missing()
         level = logging.WARNING if missing else logging.INFO
         text = "[GRAD-TRACE] after_backward_step%d arrived=%d missing=%d"

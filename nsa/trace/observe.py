@@ -32,9 +32,11 @@ from nsa.trace.ddp_buckets import ddp_models_in, ddp_numbers, ensure_hook, give_
 from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.divergence.sampling import remember_wrappers
 from nsa.trace.divergence.training_state import watch_loads
+from nsa.trace.divergence.wrapped import OnWrap
 from nsa.trace.files import wall_clock
 from nsa.trace.finite import is_finite
 from nsa.trace.frames import call_site
+from nsa.trace.gradients import is_flattened
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
 
@@ -102,7 +104,8 @@ class Observer:
     ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` with a new model's names, ``on_model(kind,
     needs_every_gradient)`` with how it is shared (ddp, fsdp or none) and whether that needs a gradient of each parameter,
     ``on_ddp(step, numbers)`` with DDP's own numbers at some steps, ``on_anomaly(kind, step, **facts)`` at an unusual
-    step: "forward_failed", "no_backward", "not_synchronised", "not_finite".
+    step: "forward_failed", "no_backward", "not_synchronised", "not_finite"; ``on_wrap(line, ranks, parameters)`` as DDP wraps a
+    model.
     """
 
     on_anomaly: Callable[..., None]
@@ -110,6 +113,7 @@ class Observer:
     on_names: Callable[[list[str], list[str]], None]
     on_model: Callable[[str, bool], None]
     on_ddp: Callable[[int, dict[str, Any]], None]
+    on_wrap: OnWrap
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -121,7 +125,7 @@ class Observer:
 
     def forget(self) -> None:
         """Clear what is kept per model before the next test or training in this process."""
-        self.on_change = self.on_model = self.on_names = self.on_anomaly = self.on_ddp = _ignore
+        self.on_change = self.on_model = self.on_names = self.on_anomaly = self.on_ddp = self.on_wrap = _ignore
         self.checksums: Checksums | None = None
         self._known.clear()
         self._calls.clear()
@@ -166,7 +170,7 @@ class Observer:
 
         torch.autograd.backward = observed_backward
         give_way_to_user_hooks()
-        remember_wrappers()
+        remember_wrappers(lambda *wrap: self.on_wrap(*wrap))
         watch_loads()
 
     def _before_optimizer(self, *_: Any) -> None:
@@ -356,8 +360,7 @@ class Observer:
             self._remove_hooks()
         self._models.add(root)
         self._reducing.update(shared)
-        # FSDP1 gathers gradients in a flat parameter: hooks on the named parameters would not be called.
-        if any(getattr(m, "_use_orig_params", False) for _, m in modules):
+        if any(is_flattened(parameter) for _, parameter in trained):
             trained = []
         self.board.number("gradients_expected", len(trained))
         if names != self.parameter_names:

@@ -2,36 +2,86 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import tokenize
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 MASK = "***"
-_WORDS = (
-    r"(?:API|ACCESS|PRIVATE|AUTH)?[_-]?"
-    r"(?:TOKEN|SECRET|KEY|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|AUTHORIZATION|COOKIE)S?"
+# The front of a name of a secret: account_key is one, and monkey is not.
+_KINDS = (
+    "API|ACCESS|ACCOUNT|AUTH|CLIENT|ENCRYPTION|MASTER|PRIVATE|SECRET|SESSION|SHARED[_-]?ACCESS|SIGNING|SUBSCRIPTION"
 )
+_NUMBERED = rf"(?:{_KINDS})?[_-]?(?:TOKEN|KEY|AUTH|AUTHORIZATION|COOKIE|CREDENTIAL)S?"  # but tokens=4096
+_WORDS_ALONE = r"\w{0,20}(?:PASSWORD|PASSWD|PASSPHRASE|SECRET)S?|(?<=[A-Z0-9]_)(?:PWD|(?-i:PASS))"
+_WORDS = rf"(?:{_NUMBERED}|{_WORDS_ALONE})"
+_BEGIN = r"(?:(?<![^\W_])|(?-i:(?<=[a-z])(?=[A-Z])))"  # of a word of a name: my_token, accessToken
 # Whole words of the name: TOKENIZERS_PARALLELISM and MONKEY do not match.
-_NAME = re.compile(rf"(?:^|[_-]){_WORDS}(?:$|[_-])", re.IGNORECASE)
-_OPTION = re.compile(rf"--?[\w-]*?(?:^|[_-]){_WORDS}$", re.IGNORECASE)
-_VALUES = re.compile(
-    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16}|gh[opsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+_NAME = re.compile(rf"{_BEGIN}(?:(?P<weak>{_NUMBERED})|{_WORDS_ALONE})(?:$|[_-])", re.IGNORECASE)
+_OPTION = re.compile(rf"--?[\w-]*?{_BEGIN}{_WORDS}$", re.IGNORECASE)
+_PLAIN = re.compile(r"(?:true|false|none|null|)", re.IGNORECASE)
+_ORDINARY = frozenset({"key", "keys"})  # of a dictionary or a store, if nothing else is in the name
+# What issuers put at the front of their secrets, so that scanners find them.
+_ISSUED = (
+    r"(?:AKIA|ASIA|ABIA|ACCA|A3T[A-Z0-9])[A-Z0-9]{16}\b", r"LTAI[A-Za-z0-9]{16,}",  # AWS, Alibaba
+    r"AIza[\w-]{30,}", r"ya29\.[\w-]{10,}", r"GOCSPX-[\w-]{20,}",  # Google
+    r"gh[opsur]_[A-Za-z0-9]{20,}", r"github_pat_\w{20,}", r"gl(?:pat|ptt|dt|rt|cbt|ft|agent|oas|soat|imt)-[\w-]{16,}",
+    r"ATATT3[\w=-]{20,}", r"ATBB[A-Za-z0-9]{20,}", r"PMAK-[a-f0-9]{20,}[\w-]*", r"lin_(?:api|oauth)_[A-Za-z0-9]{20,}",
+    r"xox[abeoprs]-[\w-]{10,}", r"xapp-\d-[\w-]{10,}", r"\d{8,10}:AA[\w-]{30,}",  # Slack, Telegram
+    r"hf_[A-Za-z0-9]{16,}", r"api_org_[A-Za-z0-9]{20,}", r"wandb_v1_\w{20,}", r"KGAT_[a-f0-9]{20,}", r"r8_[A-Za-z0-9]{20,}",
+    r"sk-[\w-]{16,}", r"(?:xai|pplx|fw|csk|pul|ico)-[A-Za-z0-9]{20,}", r"gsk_[A-Za-z0-9]{20,}",
+    r"(?:lsv2_pt|lsv2_sk|ntn|sbp|nfp|rdme|rubygems|tfp)_[A-Za-z0-9]{20,}", r"ops_eyJ[\w-]{20,}",
+    r"(?:pcsk|figd|dckr_pat|dckr_oat|pscale_(?:tkn|pw|oauth))_[\w.-]{20,}", r"(?:nvapi|tvly|tskey)-[\w-]{20,}",
+    r"dapi[0-9a-f]{32}(?:-\d)?", r"dp\.(?:pt|st|ct|sa|scim|audit)\.[A-Za-z0-9]{20,}", r"do[opr]_v1_[a-f0-9]{32,}",
+    r"npm_[A-Za-z0-9]{20,}", r"pypi-[A-Za-z0-9][\w-]{30,}", r"AKCp[A-Za-z0-9]{20,}", r"cmVmdGtuO[A-Za-z0-9]{20,}",
+    r"(?:sk|rk)_(?:live|test|prod)_[A-Za-z0-9]{16,}", r"sq0(?:atp|csp)-[\w-]{20,}", r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{20,}",
+    r"SG\.[\w-]{16,}\.[\w-]{16,}", r"SK[0-9a-f]{32}\b", r"key-[0-9a-f]{32}\b", r"[0-9a-f]{32}-us\d{1,2}\b", r"xkeysib-[\w-]{20,}",
+    r"hv[bsr]\.[\w-]{20,}", r"[A-Za-z0-9]{14}\.atlasv1\.[\w-]{20,}", r"gl(?:c|sa)_[\w=+/]{20,}", r"NRAK-[A-Z0-9]{20,}",
+    r"sntry[su]_[\w=+/.-]{20,}", r"AGE-SECRET-KEY-1[A-Z0-9]{20,}", r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # a JWT
+)  # fmt: skip
+_VALUES = re.compile(rf"\b(?:{'|'.join(_ISSUED)})")
+# The value is behind the option, or is its end: -pVALUE.
+_COMMANDS: tuple[tuple[str, str], ...] = (
+    (r"curl|wget", r"-u|-U|--(?:proxy-)?user(?![\w-])=?"),
+    (r"mysql\w*|mariadb\w*|mongo\w*|sshpass|(?:docker|podman) login", r"-p"),
+    (r"redis-cli", r"-a"),
+    (r"ldap\w+", r"-w"),
+    (r"zip|unzip|sqlcmd|bcp", r"-P"),
+    (r"openssl|keytool", r"-(?:store|key)?pass(?:in|out)?(?!\w)"),
+)
+_CALLS = tuple(
+    (
+        re.compile(rf"\b(?:{program})\s[^\n]*".replace(" login", r"\s+login")),
+        re.compile(rf"((?<=\s)(?:{option})\s*)[^\s-]\S*"),
+    )
+    for program, option in _COMMANDS
 )
 _NEW = rf"(?!{re.escape(MASK)})"  # does not match what is masked already
+_OF_PAIR = rf"({_BEGIN}"
+_GIVEN = r"[\"']?\s*[=:]\s*(?:[\[({]?[\"'])?)"
+_VALUE = rf"{_NEW}(?!(?:true|false|none|null)\b)[^\s;,&\"']+"
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(\w://)[^/\s@]+@"), rf"\1{MASK}@"),  # user:password@host
-    (re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
-    (
-        re.compile(rf"((?:^|[\s;,&?_\"'-]){_WORDS}[\"']?\s*[=:]\s*[\"']?){_NEW}[^\s;,&\"']+", re.IGNORECASE),
-        rf"\1{MASK}",
-    ),
+    (re.compile(r"(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)[\w/-]+"), rf"\1{MASK}"),
+    (re.compile(r"([?&](?:sig|signature|x-\w+-signature)=)[^\s&\"']+", re.IGNORECASE), rf"\1{MASK}"),  # of a signed URL
+    (re.compile(rf"\b((?:set-)?cookie[\"']?:\s*[\"']?){_NEW}[^\r\n\"']+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"\b(authorization[\"']?\s*[=:]\s*[\"']?\w+\s+){_NEW}[\w.~+/=-]{{6,}}", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"\b(Bearer|Basic)\s+(?=\S*[\d=+/])[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
+    (re.compile(r"\b(login\s+\S+\s+password\s+)\S+"), rf"\1{MASK}"),  # in a .netrc
+    (re.compile(rf"{_OF_PAIR}{_NUMBERED}{_GIVEN}(?!\d+(?![\w.-])){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"{_OF_PAIR}(?:{_WORDS_ALONE}){_GIVEN}{_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"((?<![\w-])--[\w-]*{_WORDS}\s+){_NEW}[^\s-]\S*", re.IGNORECASE), rf"\1{MASK}"),
     # The same in a program's source: "--token", "value".
     (re.compile(rf"([\"']--?[\w-]*{_WORDS}[\"']\s*,\s*[\"'])[^\"']+", re.IGNORECASE), rf"\1{MASK}"),
     (_VALUES, MASK),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL), MASK),
+    (
+        re.compile(
+            r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|$)", re.DOTALL
+        ),
+        MASK,
+    ),
 )
 
 
@@ -39,12 +89,40 @@ def masked(text: str) -> str:
     """Return ``text`` with everything masked that has the form of a secret."""
     for form, by in _FORMS:
         text = form.sub(by, text)
+    for call, option in _CALLS:
+        text = call.sub(functools.partial(_masked_call, option), text)
     return text
 
 
-def masked_in_place(text: str) -> str:
-    """Return ``text`` with asterisks, as many as characters, for each value that has the form of a secret by itself."""
-    return _VALUES.sub(lambda match: "*" * len(match[0]), text)
+def _masked_call(option: re.Pattern[str], match: re.Match[str]) -> str:
+    return option.sub(rf"\1{MASK}", match[0])
+
+
+def masked_value(value: Any) -> Any:
+    """Return a JSON value with its texts masked, also the names in objects: pytest's reports have tests' ids there.
+
+    A text that is given to the name of a secret is masked as a whole: in an object, and in a list of a name and a value.
+    """
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, list | tuple):
+        if len(value) == 2 and _is_secret(value[0], value[1]):
+            return [masked(value[0]), MASK]
+        return [masked_value(one) for one in value]
+    if isinstance(value, dict):
+        return {
+            masked(name) if isinstance(name, str) else name: MASK if _is_secret(name, one) else masked_value(one)
+            for name, one in value.items()
+        }
+    return value
+
+
+def _is_secret(name: Any, value: Any) -> bool:
+    """Return whether a value is a secret by its name."""
+    if not isinstance(name, str) or not isinstance(value, str) or name in _ORDINARY or _PLAIN.fullmatch(value):
+        return False
+    match = _NAME.search(name)
+    return match is not None and not (match["weak"] and value.isdecimal())
 
 
 _LITERAL = re.compile(r"""([A-Za-z]*)(\'{3}|"{3}|\'|")(.*)\2\Z""", re.DOTALL)
@@ -99,13 +177,23 @@ def _masked_literal(literal: str, is_secret: bool) -> str:
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
     """Return a command's arguments with secrets masked, also those after an option such as ``--token``."""
     found: list[str] = []
-    follows = False
+    before, follows = "", False
+    options: re.Pattern[str] | None = None  # of the program that was named last
     for argument in arguments:
-        found.append(MASK if follows and not argument.startswith("-") else masked(argument))
-        follows = _OPTION.fullmatch(argument) is not None
+        match = options.match(argument) if options is not None else None
+        attached = match is not None and match.end() < len(argument)
+        if match is not None and attached:
+            found.append(f"{match[0]}{MASK}")
+        else:
+            found.append(MASK if follows and not argument.startswith("-") else masked(argument))
+        follows = _OPTION.fullmatch(argument) is not None or (match is not None and not attached)
+        word = argument.rpartition("/")[2]
+        named = (option for program, option in _COMMANDS if re.search(rf"(?:^|\s)(?:{program})$", f"{before} {word}"))
+        option = next(named, None)
+        options, before = options if option is None else re.compile(option), word
     return found
 
 
 def masked_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables of the environment with secrets masked; the whole value if the name is that of a secret."""
-    return {name: MASK if _NAME.search(name) else masked(value) for name, value in variables.items()}
+    return {name: MASK if _is_secret(name, value) else masked(value) for name, value in variables.items()}

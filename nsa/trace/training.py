@@ -21,9 +21,10 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
+from nsa.trace.calls.arguments import in_runs
 from nsa.trace.events import SCHEMA, machine, record
-from nsa.trace.files import open_to_append, wall_clock, write_atomically
-from nsa.trace.frames import call_site
+from nsa.trace.files import open_to_append, process_in, wall_clock, write_atomically
+from nsa.trace.frames import UNUSUAL_LIBRARIES, call_site
 from nsa.trace.gradients import report_gradients
 from nsa.trace.memory import limit_mib
 from nsa.trace.secrets import masked_arguments
@@ -32,8 +33,8 @@ from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
 TERMINATED = "terminated.txt"  # the stacks at SIGTERM, such as torchrun's after the death of another rank
-LONGEST = 1 << 16  # characters of a folder's first line that are read
 MAX_ANOMALIES = 2000  # unusual steps that are recorded
+MAX_WRAPS = 64  # models that DDP wraps
 MAX_ORDERS = 100  # the first steps, of which the gradients' order is recorded
 
 
@@ -53,7 +54,7 @@ class TracedTraining:
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}
-        record(self.folder, event="start", pid=os.getpid(), notes=[], **facts)
+        record(self.folder, event="start", pid=os.getpid(), notes=[], libraries=UNUSUAL_LIBRARIES, **facts)
         self._fatal = _dump_fatal_errors(self.folder / FATAL)
         self._terminated = _dump_at_sigterm(self.folder / TERMINATED)
         self.session = installed()
@@ -130,8 +131,8 @@ class TracedTraining:
             self._terminated.close()
 
     def parameters_missing(self) -> list[str]:
-        """Return the parameters without a gradient in the backward that runs; [] in another phase."""
-        if self.board.phase_name != "backward":
+        """Return the parameters without a gradient in the backward that runs; [] in another phase, and where none is counted."""
+        if self.board.phase_name != "backward" or not self.board.count("gradients_expected"):
             return []
         names = self.session.observer.parameter_names
         return [name for index, name in enumerate(names) if not self.board.has_arrived(index)]
@@ -142,13 +143,8 @@ current: TracedTraining | None = None  # of this process, or inherited by a fork
 
 def _refuse_folder_in_use(folder: Path) -> None:
     """Raise FileExistsError if a live process uses a rank's folder: a rank of another job, or one that started this process."""
-    try:
-        with open(folder / "events.jsonl", encoding="utf-8") as events:
-            pid = int(json.loads(events.readline(LONGEST))["pid"])
-        is_in_use = pid != os.getpid() and str(folder / "board.bin") in Path(f"/proc/{pid}/maps").read_text()
-    except (OSError, ValueError, IndexError, TypeError, KeyError):  # no such file, or not a rank's
-        return
-    if is_in_use:
+    pid = process_in(folder)
+    if pid:
         in_use = (
             f"process {pid} leaves its evidence there; give this job another folder, or remove NSA_TRACE_DIR from it"
         )
@@ -206,10 +202,11 @@ def trace_training(
 
 
 def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
-    """Record in ``events.jsonl``: names and parallelism of the models that are called; unusual steps; and, if gradients are traced,
-    the missing ones when they differ from those of the step before, and the order in which gradients became ready.
+    """Record in ``events.jsonl``: names and parallelism of the models that are called; what DDP wraps; unusual steps; and, if
+    gradients are traced, the missing ones when they differ from those of the step before, and the order in which gradients became
+    ready.
     """
-    anomalies, reports, backwards = itertools.count(), itertools.count(), itertools.count()
+    anomalies, reports, backwards, wraps = (itertools.count() for _ in range(4))
     last_missing: list[str] = []
 
     def saw_anomaly(kind: str, step: int, **facts: Any) -> None:
@@ -229,7 +226,12 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
         if next(backwards) < MAX_ORDERS:
             record(folder, event="gradients_ready", step=step, order=order)
 
+    def saw_wrap(line: str, ranks: list[int], parameters: list[str]) -> None:
+        if next(wraps) < MAX_WRAPS:
+            record(folder, event="wrapped", where=line, ranks=in_runs(ranks), parameters=parameters)
+
     observer.on_anomaly = saw_anomaly
+    observer.on_wrap = saw_wrap
     observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
     report_gradients(saw_gradients)

@@ -2,7 +2,7 @@
 
 ``checkpoints/step_00000003/`` is written as ``step_00000003.partial``, renamed when it is complete, and then named in ``latest``:
 a rank that is killed at any moment leaves a complete checkpoint. Its ``checkpoint.json`` lists the content, with the size
-and CRC-32 of each file. It can be loaded with another number of ranks, and another way to share the model.
+and CRC-32 of each file and of itself. It can be loaded with another number of ranks, and another way to share the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_st
 from nsa.config import Config, ConfigError, ModelConfig, model_config
 from nsa.data.packing import Position
 from nsa.trace.files import write_atomically
-from nsa.trace.strict_json import to_json
 from nsa.training.safe_reader import SafePlanner, SafeReader
 from nsa.training.saved import (
     DESCRIPTION,
@@ -40,6 +39,7 @@ from nsa.training.saved import (
     refuse_another_model,
     refuse_damaged,
     saved_in,
+    seal,
     size_and_crc,
 )
 
@@ -137,7 +137,7 @@ class Checkpointer:
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
-        write_atomically(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n", synced=True)
+        write_atomically(partial / DESCRIPTION, seal({"schema": SCHEMA, **described}), synced=True)
         # A run that was resumed from an earlier step reaches this one again. Deleting the older one takes time: it is last.
         replaced = _set_aside(target) if target.exists() else None
         partial.rename(target)

@@ -21,7 +21,10 @@ class Metrics:
         self._flops = flops_per_token
         peak = peak_flops(ranks.device)
         self._peak = None if peak is None else peak * ranks.world_size
-        self._file = (folder / "metrics.jsonl").open("a+", encoding="utf-8", buffering=1)
+        path = folder / "metrics.jsonl"
+        if path.is_fifo():
+            raise ConfigError(f"{str(path)!r}: is a pipe; remove it, or give another folder with --out")
+        self._file = path.open("a+", encoding="utf-8", buffering=1)
         self._file.seek(max(0, self._file.tell() - 1))
         if self._file.read() not in ("", "\n"):  # an incomplete line: its writer was killed
             self._file.write("\n")

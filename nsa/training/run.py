@@ -40,9 +40,15 @@ class NotFiniteError(Exception):
 
 
 class Run:
-    """A training on this rank, from the loader's position, or from the checkpoint ``resumed``."""
+    """A training on this rank, from the loader's position, or from the checkpoint ``resumed``.
 
-    def __init__(self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None) -> None:
+    ``launcher`` is the parent process without which it stops at its next step, as for SIGTERM; 0 without one.
+    """
+
+    def __init__(
+        self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None, launcher: int = 0
+    ) -> None:
+        self._launcher = launcher
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
         self._bar: tqdm[NoReturn] | None = None
         served = _attention_of(config, ranks.device)  # on each rank: one that cannot be served is refused on all
@@ -123,7 +129,7 @@ class Run:
                 self.log(f"first batch after {time.monotonic() - began:.2f} s")
                 first = False
             self._note_bad_rows(batches[-1].position.bad_rows)
-            self.trainer.step(batches, (self._must_stop, self.checkpoints.is_written))
+            self.trainer.step(batches, (self._must_stop or self._has_lost_launcher, self.checkpoints.is_written))
             step = self.trainer.steps_done
             if self._bar is not None:
                 self._bar.update()
@@ -138,7 +144,8 @@ class Run:
             if due:
                 self.trainer.start_clock()
             if stop:
-                self.log(f"stopped after step {step}, as SIGTERM asked: go on with --resume auto --out {self.folder}")
+                why = "as its launcher has ended" if self._has_lost_launcher else "as SIGTERM asked"
+                self.log(f"stopped after step {step}, {why}: go on with --resume auto --out {self.folder}")
                 return PREEMPTED
         self.checkpoints.finish()
         drawn = curve(self._pace.losses)
@@ -198,6 +205,10 @@ class Run:
         if self.config.checkpoint.on_error == "stop":
             raise ConfigError(f"{reason}; make room and use --resume auto, or set checkpoint.on_error: continue")
         self.log(f"warning: {reason}; the checkpoints before it are kept, and training continues")
+
+    @property
+    def _has_lost_launcher(self) -> bool:
+        return self._launcher != 0 and os.getppid() != self._launcher
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._must_stop = True

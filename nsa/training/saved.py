@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import stat
 import zlib
 from pathlib import Path
@@ -18,6 +19,7 @@ from nsa.config import Config, ConfigError
 from nsa.convert import shown
 from nsa.data.packing import Position
 from nsa.data.sources import MADE
+from nsa.trace.strict_json import to_json
 
 SCHEMA = 1
 DESCRIPTION = "checkpoint.json"
@@ -59,7 +61,7 @@ class Description:
     data: dict[str, Any]
     torch: str
     files: dict[str, tuple[int, int]]
-    finite: bool = True
+    finite: bool
 
 
 def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
@@ -125,10 +127,21 @@ def damage(path: Path) -> str:
     return ""
 
 
+def seal(fields: dict[str, Any]) -> str:
+    """Return a description as the text of its file, with the CRC-32 of its fields. ``fields``: as `json.loads` returns them."""
+    return to_json({**fields, "crc": _crc_of(fields)}, indent=1) + "\n"
+
+
+def _crc_of(fields: dict[str, Any]) -> int:
+    return zlib.crc32(to_json(fields).encode())
+
+
 def describe(path: Path) -> Description:
-    """Return the description of a checkpoint. Raises ConfigError for a folder that is no checkpoint."""
+    """Return the description of a checkpoint. Raises ConfigError for a folder that is no checkpoint, or a damaged description."""
     try:
         fields = json.loads(read_file(path / DESCRIPTION))
+        crc = fields.pop("crc", None)
+        undamaged = type(crc) is int and crc == _crc_of(fields)
         if fields.pop("schema") != SCHEMA:
             raise ValueError
         files = {name: (int(size), int(crc)) for name, (size, crc) in fields.pop("files").items()}
@@ -143,11 +156,17 @@ def describe(path: Path) -> Description:
         ]
         if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(map(is_name, files)):
             raise ValueError
-        return dataclasses.replace(described, model=dict(described.model), data=dict(described.data))
+        described = dataclasses.replace(described, model=dict(described.model), data=dict(described.data))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         newest = next(reversed(saved_in(path.parent)), None) if path.name == "latest" else None
         advice = f"give a checkpoint, as {newest}" if newest else "give a step_* folder that --save-every wrote"
         raise ConfigError(f"checkpoint {str(path)!r}: is not a checkpoint of this program; {advice}") from None
+    if not undamaged:
+        raise ConfigError(f"checkpoint {str(path)!r}: {DESCRIPTION} is damaged (its CRC is another one)")
+    numbered = re.fullmatch(r"step_(\d+)", path.name)
+    if numbered and int(numbered[1]) != described.step:
+        raise ConfigError(f"checkpoint {str(path)!r}: {DESCRIPTION} is of step {described.step}")
+    return described
 
 
 def is_finite(path: Path) -> bool:

@@ -62,9 +62,9 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
     from pytest_nsa.wire.files import append_line, read_object
 
     if read_object(Path(test)).get("masks"):
-        from nsa.trace.secrets import masked, masked_source
+        from nsa.trace import secrets
 
-        masking.mask_with(masked, masked_source)  # as the session does
+        masking.mask_with(secrets)  # as the session does
     watchers: dict[Path, Watcher] = {}
     announced: set[Path] = set()
     while not is_over():

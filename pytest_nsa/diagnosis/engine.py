@@ -31,7 +31,9 @@ from pytest_nsa.diagnosis.rules import (
     payloads,
     speed,
     stalls,
+    unreduced,
     unwinding,
+    wrapped,
 )
 from pytest_nsa.diagnosis.verdict import NO_RANK, RULE_FAILED, Fact, Finding, Outcome, Verdict, with_name_of_other
 from pytest_nsa.evidence.values import Evidence
@@ -66,6 +68,7 @@ def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
 RULES: tuple[Rule, ...] = (
     refused,
     absence.left_by_choice,
+    wrapped.incompatible,
     payloads.models_differ,
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message contains both
@@ -81,6 +84,7 @@ RULES: tuple[Rule, ...] = (
     exits.unusable,
     exits.init_timeout,
     numbers.nan_loss,
+    wrapped.ordered_otherwise_before,
     numbers.diverged_before,
     exits.rank_raised,
     payloads.aborted_in_different_calls,
@@ -115,7 +119,9 @@ SUSPICIONS: tuple[Rule, ...] = (
 OF_THE_PASSED: tuple[Rule, ...] = (
     payloads.splits_differ,
     payloads.wrong_numbers,
+    wrapped.ordered_otherwise,
     numbers.silent_divergence,
+    unreduced.unreduced_replicas,
     numbers.trained_away,
     numbers.differing,
 )

@@ -246,16 +246,25 @@ def user_frame(rank: RankEvidence) -> Frame | None:
 
 
 def owning_module(rank: RankEvidence) -> str:
-    """Return the module whose gradients came last, in a backward ('blocks.4.attn'); else the module that was entered
-    last.
+    """Return the module that a backward is in ('blocks.4.attn'); else the module that was entered last.
+
+    That is the module whose gradients came last. If it has all of them, it is that of the next parameter: a backward goes from the
+    last module to the first.
     """
     board = rank.board
     if board is None:
         return ""
     if board.phase == "backward" and board.parameter:
-        owner = board.parameter.rsplit(".", 1)[0]  # the module that holds the parameter, usually a Linear
-        return owner.rsplit(".", 1)[0] if owner.count(".") >= 2 else owner
+        owner, names, missing = _owner(board.parameter), rank.parameter_names, set(rank.missing)
+        is_complete = not any(name.startswith(f"{owner}.") for name in missing)
+        before = names[: names.index(board.parameter)] if is_complete and board.parameter in names else ()
+        return _owner(next((name for name in reversed(before) if name in missing), board.parameter))
     return board.module
+
+
+def _owner(parameter: str) -> str:
+    owner = parameter.rpartition(".")[0]  # the module that holds the parameter, usually a Linear
+    return owner.rpartition(".")[0] if owner.count(".") >= 2 else owner
 
 
 def awaited(rank: RankEvidence) -> Collective | None:

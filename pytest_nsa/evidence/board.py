@@ -266,6 +266,22 @@ def read_numbers(path: Path) -> dict[str, float]:
         return {}
 
 
+def masked_board(data: bytes, mask: Callable[[str], str]) -> bytes:
+    """Return a board with ``mask`` applied to its texts, each cut to its field; unchanged if it is no board."""
+    try:
+        layout = _layout_of(data[:HEADER])
+        places = [] if layout is None else layout.texts()
+    except _DAMAGED:
+        return data
+    board = bytearray(data)
+    for offset, size in places:
+        text = _text(data[offset : offset + size])
+        by = mask(text) if text else text
+        if by != text:
+            board[offset : offset + size] = by.encode(errors="replace")[:size].ljust(size, b"\0")
+    return bytes(board)
+
+
 class _Layout:
     """The fields of a board, by its header. Raises one of `_DAMAGED` for a header that is no board's."""
 
@@ -282,6 +298,17 @@ class _Layout:
             form += "x" * (offset - at) + code
             at = offset + struct.calcsize("<" + code)
         self._numbers = struct.Struct(form)
+
+    def texts(self) -> list[tuple[int, int]]:
+        """Return offset and size of each text, also of those in the ring."""
+        found = [(offset, size) for offset, size in self.fields["texts"].values()]
+        at = self.ring["offset"]
+        for _, code in self.ring["record"]:
+            size = struct.calcsize("<" + code)
+            if code.endswith("s"):
+                found += [(at + slot * self.ring["stride"], size) for slot in range(min(self.ring["size"], MOST))]
+            at += size
+        return found
 
     def numbers(self, data: bytes) -> dict[str, float]:
         """Return the number fields, by name."""

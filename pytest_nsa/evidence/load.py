@@ -18,7 +18,7 @@ from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
-from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_children, parse_dump
+from pytest_nsa.evidence.stacks import Origin, ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import (
     EventLoop,
     Evidence,
@@ -31,6 +31,7 @@ from pytest_nsa.evidence.values import (
     ThreadError,
 )
 from pytest_nsa.evidence.waiting import SAMPLED_S, latest_sample
+from pytest_nsa.evidence.wrapped import Wrapped
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
@@ -166,7 +167,8 @@ def _read_rank(
     fell = not exit_event.get("by_us") and bool(exit_event.get("signal") or exit_event.get("code"))
     if fell and done.get("passed"):
         done = {}
-    raised = tuple(_exception(e, job.body) for e in of["exception"])
+    origin = Origin(job.body, tuple(start.get("libraries", ())))
+    raised = tuple(_exception(e, origin) for e in of["exception"])
     # A future's exception that its caller has raised too.
     retrieved = {e["future"] for e in of["future_asked"] if e["future"]}
     # What the rank wrote of itself while it was stalled, unless it has moved since.
@@ -195,12 +197,12 @@ def _read_rank(
         beat_age_s=(sampled or stall).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
         process=latest_sample(seen["process"], stop.get("stalled_s", SAMPLED_S)),
-        threads=_threads(dump, own.get("stacks", ""), job.body),
+        threads=_threads(dump, own.get("stacks", ""), origin),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=_first(seen["native"]).get("absent", ""),
         abort_message=read_abort_message(folder / "output.log", exit_event.get("signal", 0)),
         children_threads=parse_children(dump),
-        fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
+        fatal=parse_dump(_text(folder / "fatal.txt"), origin),
         reports=tuple(read_reports(folder / "reports.jsonl")),
         heartbeats=tuple(read_beats(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=tuple(start.get("notes", ())),
@@ -241,6 +243,7 @@ def _read_rank(
             MissingGradients(e["step"], tuple(e["names"]), e["where"]) for e in of["gradients_missing"] if e["names"]
         ),
         ready_orders={e["step"]: e["order"] for e in of["gradients_ready"]},
+        wrapped=tuple(Wrapped.of(e, members_of(e["ranks"], job.world_size)) for e in of["wrapped"]),
         needs_every_gradient=any(e.get("needs_every_gradient", False) for e in of["parallel"]),
         gpu=_gpu_of(machine, _first(seen["gpus"]).get("gpus", [])),
     )
@@ -266,8 +269,8 @@ def _loop(loop: Mapping[str, Any] | None) -> EventLoop | None:
     return EventLoop(tuple(loop["tasks"]), loop["timers"], loop["files"], failed)
 
 
-def _exception(e: Mapping[str, Any], body: str) -> RaisedException:
-    """Return an exception that a rank raised; ``body`` is the test's file."""
+def _exception(e: Mapping[str, Any], origin: Origin) -> RaisedException:
+    """Return an exception that a rank raised."""
     return RaisedException(
         **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
         module=e.get("module", ""),
@@ -275,7 +278,7 @@ def _exception(e: Mapping[str, Any], body: str) -> RaisedException:
         chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
         in_loader=e.get("in_loader", False),
         network=e.get("network", ""),
-        frames=tuple(Frame(file, line, name, is_own=file == body) for file, line, name in reversed(e.get("stack", ()))),
+        frames=tuple(origin.frame(*place) for place in reversed(e.get("stack", ()))),
         counters=_counted(e.get("counters", ())),
     )
 
@@ -343,12 +346,12 @@ def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[st
     return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)
 
 
-def _threads(dump: str, own: str, body: str) -> tuple[ThreadStack, ...]:
+def _threads(dump: str, own: str, origin: Origin) -> tuple[ThreadStack, ...]:
     """Return the threads of the requested dump; those that the rank wrote itself if a kill has cut the dump off."""
-    found = parse_dump(dump, body)
+    found = parse_dump(dump, origin)
     if any(stack.is_main and not stack.is_ours for stack in found):
         return found
-    return parse_dump(own, body) or found
+    return parse_dump(own, origin) or found
 
 
 def _text(path: Path) -> str:

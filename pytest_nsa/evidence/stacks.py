@@ -26,8 +26,9 @@ _JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/fut
 _POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multiprocessing/connection.py")
 _OF_PROCESSES = ("/subprocess.py", "/multiprocessing/connection.py", "/multiprocessing/process.py")
 _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
-# For evidence from another machine, where Python was installed elsewhere.
-_PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
+# For evidence from another machine, where Python was installed elsewhere. nsa/trace/frames.py has the same rule for packages.
+_LIBRARY = re.compile(r"/lib/python3\.\d+/|/(?:site|dist)-packages/")
+_MODEL = re.compile(r"/(?:site|dist)-packages/nsa/(?!trace/)")  # the user's code, though installed
 _PACKAGE = re.compile(r"/(site|dist)-packages/(?!torch/|_?pytest/|pluggy/|xdist/)")
 # The commands of installed packages, such as pytest's, too.
 _LIBRARIES = tuple({p + os.sep for k in ("stdlib", "purelib", "platlib", "scripts") if (p := sysconfig.get_path(k))})
@@ -35,12 +36,15 @@ _LIBRARIES = tuple({p + os.sep for k in ("stdlib", "purelib", "platlib", "script
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a Python stack. ``is_own``: it is in the test's file, wherever that is."""
+    """One frame of a Python stack. ``is_own``: it is in the test's file, wherever that is; ``is_library``: it is in a folder of
+    libraries, by the rank that wrote it.
+    """
 
     file: str
     line: int
     function: str
     is_own: bool = False
+    is_library: bool = False
 
     def describe(self) -> str:
         """Return ``file:line in function``."""
@@ -54,7 +58,7 @@ class Frame:
     @property
     def is_user(self) -> bool:
         """Whether it is user code: not Python's library, an installed package, a compiler's output or this plugin."""
-        return self.is_own or _is_user_code(self.file)
+        return self.is_own or (not self.is_library and _is_user_code(self.file))
 
     @property
     def is_in_package(self) -> bool:
@@ -70,8 +74,10 @@ def _is_ours(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(file: str) -> bool:
-    library = file.startswith(("<", *_LIBRARIES)) or _PYTHON_LIBRARY.search(file)
-    return not library and not _is_ours(file) and not _GENERATED.search(file)
+    is_library = (
+        file.startswith(("<", *_LIBRARIES)) or _LIBRARY.search(file) or _is_ours(file) or _GENERATED.search(file)
+    )
+    return not is_library or _MODEL.search(file) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +170,26 @@ class ThreadStack:
         return any(f.file.endswith(_HEARTBEAT) for f in self.frames)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a rank knows of its files: the test's (``body``), and the folders that hold ``libraries``."""
+
+    body: str = ""
+    libraries: tuple[str, ...] = ()
+
+    def frame(self, file: str, line: int, function: str) -> Frame:
+        """Return a frame of the rank."""
+        is_library = file.startswith(self.libraries) and not _MODEL.search(file)
+        return Frame(file, line, function, is_own=file == self.body, is_library=is_library)
+
+
 def parse_children(text: str) -> tuple[tuple[ThreadStack, ...], ...]:
     """Return the threads of each of the rank's children that were dumped."""
     return tuple(stacks for part in text.split(CHILD_MARK)[1:] if (stacks := parse_dump(part)))
 
 
-def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
-    """Return the threads of the rank's dump in a file; ``own`` is the test's file."""
+def parse_dump(text: str, origin: Origin = Origin()) -> tuple[ThreadStack, ...]:
+    """Return the threads of the rank's dump in a file."""
     text = text.partition(CHILD_MARK)[0]
     threads: list[list[Frame]] = []
     current: list[Frame] | None = None
@@ -182,7 +201,7 @@ def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
         elif line == _ALONE:
             alone = []
             threads.append(alone)
-        elif threads and (frame := _frame(line, own)) is not None:
+        elif threads and (frame := _frame(line, origin)) is not None:
             threads[-1].append(frame)
     stacks = [frames for frames in threads if frames and (frames is not alone or current is None)]
     current = current or alone
@@ -195,12 +214,12 @@ def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
 
 # Thousands of ranks are at the same few lines.
 @functools.lru_cache(maxsize=4096)
-def _frame(line: str, own: str) -> Frame | None:
+def _frame(line: str, origin: Origin) -> Frame | None:
     match = _FRAME.match(line)
     if match is None:
         return None
     number = int(match["line"]) if match["line"].isdigit() else 0
-    return Frame(match["file"], number, match["function"], is_own=match["file"] == own)
+    return origin.frame(match["file"], number, match["function"])
 
 
 def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:

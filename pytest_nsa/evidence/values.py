@@ -13,6 +13,7 @@ from pytest_nsa.evidence.board import DEFAULT_GROUPS, OTHER_WORLD, BoardSnapshot
 from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
+from pytest_nsa.evidence.wrapped import Wrapped
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
@@ -206,6 +207,7 @@ class RankEvidence:
     # By step, a checksum of the order in which gradients became ready.
     ready_orders: Mapping[int, int] = field(default_factory=dict)
     needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
+    wrapped: tuple[Wrapped, ...] = ()  # the models that DDP wraps, in order
 
     @property
     def fatal_signal(self) -> int:

@@ -162,7 +162,10 @@ class Trace:
                 self._modules.report(self.step)
 
     def missing_gradients(self) -> list[str]:
-        """Return names of parameters for which the gradient did not arrive in the last traced step."""
+        """Return names of parameters for which the gradient did not arrive in the last traced step.
+
+        Raises RuntimeError if gradients are not traced, or not counted (FSDP1 with ``use_orig_params``).
+        """
         if self._gradients is None:
             raise RuntimeError(
                 "trace: gradients are not traced; use @trace_kinds('grads') and `with trace(model): ...` first"

@@ -6,6 +6,7 @@ more in each rank. A rank still needs such a plugin's fixtures, so single hooks 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,8 +33,6 @@ _OURS = frozenset({"_pytest", "pytest_nsa", "nsa"})
 _BY_OUTCOMES = frozenset({"pytest_dependency", "pytest_depends"})
 # pytest-timeout wraps the protocol, and sets no timer in ranks; pyfakefs wraps reports, so that they reach the real file system.
 _KEPT_IN_RANKS = frozenset({"pytest_timeout", "pyfakefs"})
-# Options with which a plugin opens, or empties, a file or folder when it is configured, each with the plugin.
-_WRITING_OPTIONS = {"xmlpath": "_pytest", "report_log": "pytest_reportlog", "allure_report_dir": "allure_pytest"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +67,7 @@ def host_plugins(config: pytest.Config) -> list[HostPlugin]:
     on_host, in_ranks = named_plugins(config)
     manager = config.pluginmanager
     loaded = [(name, plugin) for name, plugin in manager.list_name_plugin() if plugin is not None]
-    origins = {id(plugin): _origin(config, plugin) for _, plugin in loaded}
+    origins = {id(plugin): origin_of(config, plugin) for _, plugin in loaded}
     names: dict[str, set[str]] = {}
     with_fixtures = set()
     for name, plugin in loaded:
@@ -93,7 +92,7 @@ def host_plugins(config: pytest.Config) -> list[HostPlugin]:
             theirs = [name for name, wraps in hooks.items() if name in _REPORTS or (name == _PROTOCOL and not wraps)]
             theirs += [name for name in hooks if theirs and name in _END]
         else:  # a child runs no test, so whatever an installed plugin wrote at the session's end would be wrong
-            theirs = [name for name in hooks if name in _END and _is_installed(config, plugin)]
+            theirs = [name for name in hooks if name in _END and is_installed(config, plugin)]
         if theirs:
             found.append(HostPlugin(plugin=plugin, origin=origin, hooks=tuple(sorted(theirs)), acts=acts))
     return found
@@ -108,10 +107,8 @@ class WithoutReports:
     """Registered in a child pytest of this plugin, which reports nothing. Made before plugins are configured."""
 
     def __init__(self, config: pytest.Config) -> None:
-        _, in_ranks = named_plugins(config)
-        for option, plugin in _WRITING_OPTIONS.items():
-            if plugin not in in_ranks and hasattr(config.option, option):
-                setattr(config.option, option, None)
+        # An ini file may name it. The options that write are not on a child's command line (spawn/child_arguments.py).
+        config.option.log_file = os.devnull
 
     @pytest.hookimpl(trylast=True)  # plugins register others as they are configured
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -147,19 +144,19 @@ def _is_conftest(plugin: object) -> bool:
     return file is not None and file.name == "conftest.py"
 
 
-def _is_installed(config: pytest.Config, plugin: object) -> bool:
+def is_installed(config: pytest.Config, plugin: object) -> bool:
     """Return whether a plugin is installed, and not part of the repository under test."""
     file = _file_of(plugin)
     return file is not None and ("site-packages" in file.parts or not file.is_relative_to(config.rootpath))
 
 
-def _origin(config: pytest.Config, plugin: object) -> str:
+def origin_of(config: pytest.Config, plugin: object) -> str:
     """Return the package, module or path that a plugin comes from; equal for all plugins of one package."""
     file = _file_of(plugin)
     if file is not None and _is_conftest(plugin):
         return file.relative_to(config.rootpath).as_posix() if file.is_relative_to(config.rootpath) else str(file)
     module = _module_of(plugin)
-    return module.partition(".")[0] if _is_installed(config, plugin) or module.startswith("_pytest.") else module
+    return module.partition(".")[0] if is_installed(config, plugin) or module.startswith("_pytest.") else module
 
 
 def _has_fixtures(plugin: Any) -> bool:

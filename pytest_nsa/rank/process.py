@@ -122,7 +122,7 @@ class RankProcess:
         global _control
         _control = self.control
         set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
-        mask_with(None, None)  # the host masks what a rank has left, once it has read the values of snapshots
+        mask_with(None)  # the host masks what a rank has left, once it has read the values of snapshots
         become_subreaper()
         self._set_environment()
         self._held = hold_while_alive(job.in_use if job is not None else ())
@@ -161,7 +161,7 @@ class RankProcess:
         _redirect_output(folder)
         self._arm_stack_dumps(folder)
 
-        from nsa.trace.frames import add_user_file
+        from nsa.trace.frames import UNUSUAL_LIBRARIES, add_user_file
         from nsa.trace.memory import limit_mib
         from nsa.trace.session import installed
         from nsa.trace.stall.handlers import forget, install, lasting_handlers
@@ -170,7 +170,7 @@ class RankProcess:
 
         on_gpu = self.spec.device == "cuda"
         facts = {"machine": machine(on_gpu=on_gpu), "memory_mib": limit_mib()}
-        record(folder, event="start", pid=getpid(), notes=self.notes, **facts)
+        record(folder, event="start", pid=getpid(), notes=self.notes, libraries=UNUSUAL_LIBRARIES, **facts)
         session = installed()
         add_user_file(job.body)
         install()

@@ -5,7 +5,7 @@ The first two serve tests that take the fixture `gc_range` or `branch`, which th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -31,14 +31,14 @@ class Variation:
 Run = Callable[[Variation], Verdict]
 
 
-def bisect(item: pytest.Item, settings: Settings, needs: Needs, run: Run) -> str:
+def bisect(item: pytest.Item, settings: Settings, needs: Needs, verdict: Verdict, run: Run) -> str:
     """Return what narrows a failure down: a sentence for each option that is on and serves the test; '' without any."""
     fixtures = getattr(item, "fixturenames", ())
     params = getattr(getattr(item, "callspec", None), "params", {})
     layers = params.get("gc_range") or marked.value(item, "gc_range")
     found = []
     if item.config.getoption("--ranks-bisect-gc") and "gc_range" in fixtures and layers:
-        found.append(_layers(LayerRange(layers), run))
+        found.append(_Halves(LayerRange(layers), run, verdict).describe())
     elif item.config.getoption("--ranks-bisect-branch") and "branch" in fixtures:
         found.append(_branches(run))
     if settings.bisect_env:
@@ -46,19 +46,60 @@ def bisect(item: pytest.Item, settings: Settings, needs: Needs, run: Run) -> str
     return "; ".join(found)
 
 
-def _layers(whole: LayerRange, run: Run) -> str:
-    """Halve the range while one half fails alone."""
-    start, end, runs = whole.start, whole.end, 0
-    while end - start > 1 and runs < MAX_RUNS:
+class _Halves:
+    """Runs of a test on halves of its layers. `MAX_RUNS` at most, the first of them without any layer, as a control."""
+
+    def __init__(self, whole: LayerRange, run: Run, verdict: Verdict) -> None:
+        self.whole, self.run, self.verdict, self.count = whole, run, verdict, 0
+
+    def describe(self) -> str:
+        """Run the control and the halves, and return what they show."""
+        at = self.whole.start
+        control = self._try(at, at)
+        if self._is_failure(control) and control.cause == self.verdict.cause:
+            return f"bisect: fails without any layer, as gc_range {at}:{at}, too: no layer is to blame (1 run)"
+        found = self._failing(at, self.whole.end)
+        alone = [start for start, end in found if end - start == 1]
+        texts = []
+        if alone:
+            layers = f"layer {alone[0]} fails" if len(alone) == 1 else f"layers {_listed(alone)} fail"
+            texts.append(f"{layers} alone, as gc_range {_listed([f'{n}:{n + 1}' for n in alone])}")
+        for (start, end), is_smallest in found.items():
+            if end - start > 1:
+                texts.append(
+                    f"fails with layers {start}:{end}" + (", and with neither half alone" if is_smallest else "")
+                )
+        if self._is_failure(control):
+            texts.append(f"without any layer it fails otherwise: {control.cause}")
+        left = "" if all(found.values()) else "; smaller ranges were not tried"
+        return f"bisect: {'; '.join(texts)} ({self.count} runs{left})"
+
+    def _failing(self, start: int, end: int) -> dict[tuple[int, int], bool]:
+        """Return the smallest failing ranges in one that fails, and whether no smaller one does. Several layers may fail, so both
+        halves are tried.
+        """
+        if end - start == 1:
+            return {(start, end): True}
+        if self.count > MAX_RUNS - 2:
+            return {(start, end): False}
         middle = (start + end) // 2
-        for first, last in ((start, middle), (middle, end)):
-            runs += 1
-            if run(Variation(label=f"{first}_{last}", fixtures={"gc_range": f"{first}:{last}"})).failed:
-                start, end = first, last
-                break
-        else:
-            return f"bisect: fails with layers {start}:{end}, and with neither half alone ({runs} runs)"
-    return f"bisect: layer {start} fails alone, as gc_range {start}:{end} ({runs} runs)"
+        found: dict[tuple[int, int], bool] = {}
+        for half in [half for half in ((start, middle), (middle, end)) if self._is_failure(self._try(*half))]:
+            found |= self._failing(*half)
+        return found or {(start, end): True}
+
+    def _try(self, start: int, end: int) -> Verdict:
+        self.count += 1
+        return self.run(Variation(label=f"{start}_{end}", fixtures={"gc_range": f"{start}:{end}"}))
+
+    def _is_failure(self, verdict: Verdict) -> bool:
+        """Return whether a run failed; a slow one shows nothing, unless the failure itself is that."""
+        return verdict.failed and (verdict.outcome != "SLOW" or self.verdict.outcome == "SLOW")
+
+
+def _listed(words: Sequence[object]) -> str:
+    *first, last = map(str, words)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _branches(run: Run) -> str:

@@ -8,12 +8,13 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, start_pytest
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings
+from pytest_nsa.spawn.child_arguments import child_arguments
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.disk_space import reserve
 from pytest_nsa.system.prctl import die_with, fork
@@ -66,11 +67,9 @@ def start(kind: str, config: pytest.Config, session: pytest.Session, log: Path) 
     """Start a launcher of the planned kind."""
     if kind == "fork":
         return _forked_zygote(session, log)
-    arguments = _child_arguments(config, log)
     if kind == "cold":
-        return ColdLauncher(config, arguments)
-    shared = _connect_to_shared(config, log)
-    return shared or _clean_zygote(config, arguments, log)
+        return ColdLauncher(config, *child_arguments(config, log))
+    return _connect_to_shared(config, log) or _clean_zygote(config, log)
 
 
 def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
@@ -102,32 +101,15 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
     return ZygoteLauncher(Channel(ours), pid, log)
 
 
-def _clean_zygote(
-    config: pytest.Config, arguments: list[str], log: Path, listener: socket.socket | None = None
-) -> ZygoteLauncher:
+def _clean_zygote(config: pytest.Config, log: Path, listener: socket.socket | None = None) -> ZygoteLauncher:
     reserve(log, LOG, keep_size=True)  # a zygote that cannot write its log would die
     ours, theirs = socket.socketpair()
     passed = {ZYGOTE_FD: theirs.fileno(), **({LISTENER_FD: listener.fileno()} if listener is not None else {})}
-    variables = {name: str(fd) for name, fd in passed.items()}
+    arguments, variables = child_arguments(config, log)
+    variables |= {name: str(fd) for name, fd in passed.items()}
     process = start_pytest(arguments, config.invocation_params.dir, log, variables, [*passed.values()])
     theirs.close()
     return ZygoteLauncher(Channel(ours), process.pid, log, process)
-
-
-def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
-    """Return the command line of a child that collects the same tests as this run."""
-    worker: dict[str, Any] = getattr(config, "workerinput", {})
-    arguments = [str(a) for a in worker.get("nsa_arguments", config.invocation_params.args)]
-    # The child must not touch this run's cache: it would select other tests under --lf.
-    if config.pluginmanager.hasplugin("cacheprovider"):
-        arguments += ["-o", f"cache_dir={log.parent / '.child_cache'}"]
-    if config.pluginmanager.hasplugin("xdist"):
-        arguments += ["-n0"]
-    if config.pluginmanager.hasplugin("randomly"):
-        arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
-    if config.pluginmanager.hasplugin("pytest_cov"):
-        arguments += ["--no-cov"]  # its reports are the host's; what ranks run is measured all the same
-    return arguments
 
 
 class SharedZygote:
@@ -145,7 +127,7 @@ class SharedZygote:
 
     def start(self, config: pytest.Config, log: Path) -> None:
         """Start the zygote; from then on it accepts the connections, not this process."""
-        self._zygote = _clean_zygote(config, _child_arguments(config, log), log, self._listener.socket)
+        self._zygote = _clean_zygote(config, log, self._listener.socket)
         self._listener.socket.close()
 
     def close(self) -> None:

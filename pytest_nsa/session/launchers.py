@@ -156,9 +156,9 @@ class ColdLauncher:
     lost: Collection[int] = ()
     has_ended = False
 
-    def __init__(self, config: pytest.Config, arguments: list[str]) -> None:
+    def __init__(self, config: pytest.Config, arguments: list[str], variables: Mapping[str, str]) -> None:
         self.cwd = config.invocation_params.dir
-        self.arguments = arguments
+        self.arguments, self.variables = arguments, variables
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._held: list[socket.socket] = []
         self._reported: set[int] = set()
@@ -179,7 +179,7 @@ class ColdLauncher:
             spec = folder / "cold.json"
             write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "ports": numbers_of(self._held)}))
             seed = {"PYTHONHASHSEED": str(job.hash_seeds[rank])} if job.hash_seeds else {}
-            variables = {COLD_JOB: str(spec), **seed}
+            variables = {**self.variables, COLD_JOB: str(spec), **seed}
             self._ranks[rank] = start_pytest(self.arguments, self.cwd, folder / "output.log", variables)
         return [process.pid for process in self._ranks.values()]
 

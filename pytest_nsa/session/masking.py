@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from pytest_nsa.evidence.board import masked_board
 from pytest_nsa.evidence.snapshots import FILE
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import parse, read_bytes, write_atomically
-from pytest_nsa.wire.masking import Mask, mask_with, masked_value
+from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import plain_nodeid
 
 _TEXTS = ("output.log", "traces.log", "stacks.txt", "fatal.txt", "native.txt")
@@ -19,23 +20,22 @@ _WHOLE = ("stall.json", "standing.json", "counters.json")
 
 def mask_all() -> None:
     """Mask what this process writes from now on."""
-    from nsa.trace.secrets import masked, masked_source  # not before a session requests it
+    from nsa.trace import secrets  # not before a session requests it
 
-    mask_with(masked, masked_source)
+    mask_with(secrets)
 
 
 def mask_files(folder: Path) -> None:
     """Rewrite what the ranks of a test have left, once they have ended."""
-    from nsa.trace.secrets import masked, masked_in_place
+    from nsa.trace.secrets import masked
 
     for rank in folder.glob("rank*"):
         (rank / "cold.json").unlink(missing_ok=True)  # which gave a rank its job
         for name in _TEXTS:
             _rewrite(rank / name, masked)
         for name in (*_LINES, *_WHOLE):
-            _rewrite(rank / name, _by_line(masked))
-        # A board's fields have fixed sizes: the mask keeps the length.
-        _rewrite(rank / "board.bin", masked_in_place, encoding="latin-1")
+            _rewrite(rank / name, _mask_lines)
+        _rewrite_bytes(rank / "board.bin", lambda board: masked_board(board, masked))
 
 
 def mask_text(path: Path) -> None:
@@ -47,30 +47,30 @@ def mask_text(path: Path) -> None:
 
 def mask_snapshots(folder: Path) -> None:
     """Rewrite what ranks compared with snapshots. Called after the host has read it: snapshots keep the test's values."""
-    from nsa.trace.secrets import masked
-
     for rank in folder.glob("rank*"):
-        _rewrite(rank / FILE, _by_line(masked))
+        _rewrite(rank / FILE, _mask_lines)
 
 
-def _rewrite(path: Path, mask: Callable[[str], str], encoding: str = "utf-8") -> None:
+def _rewrite(path: Path, mask: Callable[[str], str]) -> None:
+    _rewrite_bytes(path, lambda data: mask(data.decode(errors="replace")).encode(errors="backslashreplace"))
+
+
+def _rewrite_bytes(path: Path, mask: Callable[[bytes], bytes]) -> None:
     try:
-        text = read_bytes(path, path.stat().st_size).decode(encoding, errors="replace")
+        data = read_bytes(path, path.stat().st_size)
     except OSError:  # it left none
         return
-    masked = mask(text)
-    if masked != text:
+    masked = mask(data)
+    if masked != data:
         with ignore_full_disk():
-            write_atomically(path, masked.encode(encoding, errors="backslashreplace"))
+            write_atomically(path, masked)
 
 
-def _by_line(mask: Mask) -> Mask:
-    return lambda text: "".join(_mask_line(line, mask) for line in text.splitlines(keepends=True))
+def _mask_lines(text: str) -> str:
+    from nsa.trace.secrets import masked, masked_value
 
-
-def _mask_line(line: str, mask: Mask) -> str:
-    value = parse(line)
-    return json.dumps(masked_value(value, mask)) + "\n" if value is not None else mask(line)
+    values = [(line, parse(line)) for line in text.splitlines(keepends=True)]
+    return "".join(masked(line) if value is None else json.dumps(masked_value(value)) + "\n" for line, value in values)
 
 
 def shown_ids(nodeids: Iterable[str]) -> dict[str, str]:

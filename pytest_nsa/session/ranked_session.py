@@ -60,7 +60,7 @@ def begin(config: pytest.Config) -> None:
     resolved = settings.resolve(config)
     if resolved.mask_output:
         mask_all()
-        config.add_cleanup(lambda: mask_with(None, None))
+        config.add_cleanup(lambda: mask_with(None))
     config.stash[signals_key] = Signals()
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
     config.pluginmanager.register(UnreachedSnapshots(), "nsa-unreached-snapshots")

@@ -145,7 +145,7 @@ class RankRunner:
             return verdict, evidence, found
         if verdict.failed and self.attachment is None and not _is_expected(item, verdict):
             narrowed = self._bisect(
-                item, needs, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
+                item, needs, verdict, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
             )
             if narrowed:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {narrowed}")
@@ -162,9 +162,9 @@ class RankRunner:
     def _keeps(self, item: pytest.Function, scenario: str) -> bool:
         return bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
 
-    def _bisect(self, item: pytest.Function, needs: Needs, run: Run) -> str:
+    def _bisect(self, item: pytest.Function, needs: Needs, verdict: Verdict, run: Run) -> str:
         try:
-            return bisect(item, self.settings, needs, run)
+            return bisect(item, self.settings, needs, verdict, run)
         except (OSError, LaunchError) as error:  # the failure has its verdict already
             return f"bisect: ended early: {error}"
 

@@ -11,6 +11,9 @@ import pickle
 import re
 import signal
 import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -509,3 +512,55 @@ def test_options_of_generate_are_refused_with_a_sentence(
     with pytest.raises(SystemExit):
         generate.main(["step_00000001", *words])
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_ranks_without_their_launcher_end_and_the_next_start_waits_for_them(tmp_path: Path) -> None:
+    small(tmp_path)
+    out = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "nsa.train", "--ddp", "1"]
+    command = [
+        sys.executable,
+        *launcher,
+        "--config",
+        str(tmp_path / "small.yaml"),
+        "--out",
+        str(out),
+        "--save-every",
+        "5",
+    ]
+    log = tmp_path / "first.log"
+    with log.open("wb") as file:
+        first = subprocess.Popen([*command, "--steps", "1000000"], cwd=ROOT, stdout=file, stderr=file)
+    while "] step 3/" not in log.read_text():
+        assert first.poll() is None, log.read_text()
+        time.sleep(0.05)
+    pids = [json.loads((out / f"rank{n}" / "events.jsonl").read_text().splitlines()[0])["pid"] for n in (0, 1)]
+    first.kill()
+    first.wait()
+    second = subprocess.run([*command, "--steps", "1", "--resume", "auto"], cwd=ROOT, text=True, capture_output=True)
+    assert second.returncode == 0, second.stderr
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    stopped = re.search(r"stopped after step (\d+), as its launcher has ended", log.read_text())
+    assert stopped is not None
+    assert f"resumed from {out}/checkpoints/step_{int(stopped[1]):08d} after step" in second.stdout
+
+
+def test_a_resumed_run_waits_for_ranks_that_still_write(
+    warm: WarmPython, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(tmp_path)
+    out = tmp_path / "run"
+    command = ("-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--out", str(out), "--steps", "1000000")
+    first = warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    assert next(line for line in first.stdout if "first batch" in line)
+    train.wait_for_earlier_ranks(out, 0.1)
+    assert f"process {first.pid} of an earlier start" in capsys.readouterr().out
+    ends = threading.Thread(target=first.kill)
+    ends.start()
+    train.wait_for_earlier_ranks(out, 60)
+    ends.join()
+    first.communicate()
+    assert first.returncode == -signal.SIGKILL

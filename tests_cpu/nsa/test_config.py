@@ -176,10 +176,11 @@ def test_missing_file_is_named() -> None:
         "a: " * 50_000,
         "{" * 50_000,
         f"train: {{steps: {'9' * 5000}}}",
+        f"train: {{steps: 0x{'f' * 5000}}}",
         "train: {steps: 2026-13-45}",
         "x" * (1 << 20),
     ],
-    ids=["lists", "keys", "maps", "digits", "date", "size"],
+    ids=["lists", "keys", "maps", "digits", "hexadecimal", "date", "size"],
 )
 def test_a_file_of_any_form_is_refused_in_one_short_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.yaml"

@@ -179,6 +179,10 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
         assert message in str(error.value)
         assert f"{name}.parquet" in str(error.value)
         assert "\n" not in str(error.value)
+    write(tmp_path / "control.parquet", ["x"], column="te\x1b[31m\x07xt")
+    with pytest.raises(ConfigError) as refused:
+        check_parquet(tmp_path / "control.parquet")
+    assert str(refused.value).isprintable()
     write(tmp_path / "empty_texts.parquet", ["", ""])
     with pytest.raises(ConfigError, match="all its documents are empty"):
         next(source(tmp_path / "empty_texts.parquet").samples(Position(), lambda number: True))

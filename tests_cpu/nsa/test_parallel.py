@@ -130,6 +130,17 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     assert begun + rest == once
 
 
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_fsdp1_lists_no_parameter_as_missing(group: Group, artifacts: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"parallel.mode": "fsdp", "parallel.fsdp_version": 1, "trace.grads": True}
+    with caplog.at_level("INFO", logger="nsa.trace"):
+        train(configured(**settings), RankInfo(rank=group.rank, world_size=2), artifacts, 1)
+    shown = [line for line in caplog.messages if line.startswith("[GRAD-TRACE]")]
+    assert shown == ["[GRAD-TRACE] not counted under FSDP1"]
+    assert not list(artifacts.rglob("all_missing_params.txt"))
+
+
 @needs_fsdp2
 @world_size(2)
 @pytest.mark.timeout(60)

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from nsa import generate, train
+from nsa.config import ConfigError
 from nsa.training.parallel import RankInfo
 from nsa.training.safe_reader import SafePlanner, SafeReader
+from nsa.training.saved import damage, describe, find, seal
 from tests_cpu.nsa.test_checkpoint import save, small, trained
 
 
@@ -41,6 +43,7 @@ CLAIMS: list[tuple[dict[str, Any], str]] = [
     ({"files": {"zeros": [1]}}, "is not a checkpoint"),
     ({"step": "1"}, "is not a checkpoint"),
     ({"step": -1}, "is not a checkpoint"),
+    ({"step": 2}, "checkpoint.json is of step 2"),
     ({"position": {"samples": "many", "place": {}}}, "is not a checkpoint"),
     ({"model": {"n_layers": 10**9}}, "n_layers=1000000000, and its weights are of 1 layers"),
     ({"model": {"dim": 1 << 40, "n_layers": 1}}, "must be [256, 1099511627776] by checkpoint.json"),
@@ -66,13 +69,44 @@ def test_what_a_checkpoint_claims_is_checked_before_it_is_believed(
     for name, value in claim.items():
         is_part = isinstance(value, dict) and name in ("model", "data")
         fields[name] = {**fields[name], **value} if is_part else value
-    (saved / "checkpoint.json").write_text(json.dumps(fields))
+    del fields["crc"]
+    (saved / "checkpoint.json").write_text(seal(fields))
     assert generate.main([str(saved), "--prompt", "In the "]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ")
     assert says in err
     assert err.count("\n") == 1
     assert not out
+
+
+def test_no_bit_of_a_description_can_flip_unnoticed(whole: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "step_00000001"
+    saved.mkdir()
+    text = (whole / "checkpoint.json").read_bytes()
+    written = describe(whole)
+    for bit in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (saved / "checkpoint.json").write_bytes(flipped)
+        try:
+            found = describe(saved)
+        except ConfigError:
+            continue
+        assert found == written, bit  # white space
+
+
+def test_a_description_without_a_crc_is_refused_and_the_whole_one_before_is_named(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "step_00000001")
+    shutil.copytree(whole, tmp_path / "step_00000002")
+    later = tmp_path / "step_00000002" / "checkpoint.json"
+    fields = json.loads(later.read_text())
+    del fields["crc"]
+    later.write_text(json.dumps({**fields, "step": 2}))
+    assert damage(later.parent)
+    with pytest.raises(ConfigError, match=r"checkpoint\.json is damaged.*step_00000001, which is whole"):
+        find(tmp_path, "auto")
+    later.write_text(seal({**fields, "step": 2}))
+    assert find(tmp_path, "auto") == later.parent
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"schema": 1' + "0" * 5000 + "}", ""])
@@ -86,7 +120,8 @@ def test_files_of_a_checkpoint_that_cannot_be_read_are_named(
     if name == ".metadata":
         described = json.loads((saved / "checkpoint.json").read_text())
         described["files"][name] = [len(text), zlib.crc32(text.encode())]
-        (saved / "checkpoint.json").write_text(json.dumps(described))
+        del described["crc"]
+        (saved / "checkpoint.json").write_text(seal(described))
     assert generate.main([str(saved), "--prompt", "x"]) == 2
     command = ["--config", str(whole.parent / "small.yaml"), "--steps", "2", "--out", str(tmp_path / "out")]
     assert train.main([*command, "--resume", str(saved)]) == 2

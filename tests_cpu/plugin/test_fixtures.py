@@ -131,6 +131,18 @@ def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
 
 
 @world_size(2)
+@trace_kinds("grads")
+def test_fsdp1_has_no_gradients_to_count(fsdp: FSDP, trace: Trace, caplog: pytest.LogCaptureFixture) -> None:
+    model = fsdp.wrap(Net(), version=1)
+    with caplog.at_level("INFO", logger="nsa.trace"), trace(model):
+        model(batch(fsdp.rank)).sum().backward()
+    shown = [line for line in caplog.messages if line.startswith("[GRAD-TRACE]")]
+    assert shown == ["[GRAD-TRACE] not counted under FSDP1"]
+    with pytest.raises(RuntimeError, match="not counted under FSDP1"):
+        trace.missing_gradients()
+
+
+@world_size(2)
 @trace_kinds("grads", "module_bwd", "ddp_buckets")
 def test_trace_records_a_step(ddp: DDP, trace: Trace) -> None:
     model = ddp.wrap(Net())

@@ -25,9 +25,10 @@ SAID = (
     "sk-PRINTEDPRINTEDPRINTED00", "hunter2print", "pw_in_url", "urltoken55", "warntoken88", "hf_THREADTHREADTHREAD12",
     "notetoken72",
 )  # fmt: skip
+RECORDED = ("propertytoken73", "storetoken74", "npm_STORESTORESTORESTORE75")
 GIVEN = ("sk-PARAMPARAMPARAMPARAM44", "sk-PARAMPARAMPARAMPARAM45")  # parameters, which are in ids
 VARIABLES = ("variable90", "variable91")
-CANARIES = (*ARGUMENTS, *IN_SOURCE, *SAID, *GIVEN, *VARIABLES)
+CANARIES = (*ARGUMENTS, *IN_SOURCE, *SAID, *GIVEN, *VARIABLES, *RECORDED)
 
 SOURCE = """
 import subprocess, warnings
@@ -64,12 +65,22 @@ def test_leaves_a_child(group):
     error.add_note("token: notetoken72")
     raise error
 
+@pytest.mark.timeout(8)
+@world_size(2)
+def test_waits_for_a_key(group, record_property):
+    record_property("access_token", "property" + "token73")
+    store = dist.distributed_c10d._get_default_store()
+    store.set("npm_" + "STORE" * 4 + "75", "1")
+    if group.rank == 1:
+        store.get("of/token=store" + "token74")
+    dist.barrier()
+
 @world_size(2)
 @pytest.mark.parametrize("given", ["sk-PARAMPARAMPARAMPARAM44", "sk-PARAMPARAMPARAMPARAM45"])
 def test_given(group, given):
     assert given == 1
 """
-assert len(CANARIES) == 19
+assert len(CANARIES) == 22
 
 
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: str) -> ExampleResult:
@@ -91,15 +102,15 @@ def where(canaries: tuple[str, ...], result: ExampleResult) -> set[tuple[str, st
 
 
 def test_no_canary_is_in_a_file_of_tests_that_raise(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(pytester, monkeypatch, "-o", "ranks_mask_output=true", "-k", "raises or leaves or given")
-    assert result.outcomes["failed"] == 4
+    result = run(pytester, monkeypatch, "-o", "ranks_mask_output=true", "-k", "raises or leaves or given or key")
+    assert result.outcomes["failed"] == 5
     assert where(CANARIES, result) == set()
 
 
 @pytest.mark.slow
 def test_no_canary_is_in_a_file_of_a_masked_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(pytester, monkeypatch, "-o", "ranks_mask_output=true", "--ranks-keep=all")
-    assert result.outcomes["failed"] == 6
+    assert result.outcomes["failed"] == 7
     assert where(CANARIES, result) == set()
     junit = (pytester.path / "junit.xml").read_text()
     for text in (junit, result.stdout):

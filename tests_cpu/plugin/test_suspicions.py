@@ -151,6 +151,25 @@ def test_bisection_names_layer_and_branch(pytester: pytest.Pytester) -> None:
 def test_layers(group, gc_range):
     assert not gc_range.start <= 7 < gc_range.end
 
+@gc_range("0:12")
+@world_size(1)
+def test_two_layers(group, gc_range):
+    assert not {3, 8} & set(range(gc_range.start, gc_range.end))
+
+@gc_range("0:12")
+@world_size(2)
+def test_no_layer(group, gc_range):
+    if group.rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+@gc_range("2:4")
+@world_size(1)
+def test_refuses_no_layer(group, gc_range):
+    if gc_range.start == gc_range.end:
+        os._exit(3)
+    assert gc_range.end < 4
+
 @gc_range("0:4")
 @world_size(1)
 def test_together(group, gc_range):
@@ -161,9 +180,14 @@ def test_branches(group, branch):
     assert branch not in (None, "sel")
 """
     result = run_example(pytester, source, "--ranks-bisect-gc", "--ranks-bisect-branch")
-    assert result.outcomes == {"failed": 3}
+    assert result.outcomes == {"failed": 6}
     reasons = {name: verdict.reason for name, verdict in result.verdicts.items()}
     assert "bisect: layer 7 fails alone, as gc_range 7:8" in reasons["test_layers"]
+    assert "bisect: layers 3 and 8 fail alone, as gc_range 3:4 and 8:9" in reasons["test_two_layers"]
+    assert "bisect: fails without any layer, as gc_range 0:0, too" in reasons["test_no_layer"]
+    assert (
+        "bisect: layer 3 fails alone, as gc_range 3:4; without any layer it fails" in reasons["test_refuses_no_layer"]
+    )
     assert "bisect: fails with layers 0:4, and with neither half alone" in reasons["test_together"]
     assert "bisect: of the branches cmp, sel, win, sel fails alone" in reasons["test_branches"]
 

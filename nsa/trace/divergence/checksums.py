@@ -2,8 +2,8 @@
 
 A record is a line of JSON in ``checksums.jsonl``: kind, step, the ranks that DDP keeps equal, and the L2 norm of each tensor;
 a model's first record also has the names. A number that is not finite is a text: 'nan', 'inf' or '-inf'. Recorded are steps with
-gradients that DDP reduced, steps of a model that was called past its DDP wrapper, so that DDP did not reduce them, and steps with
-gradients that the program reduced by hand.
+gradients that DDP reduced, steps of a model that was called past its DDP wrapper, so that DDP did not reduce them, steps with
+gradients that the program reduced by hand, and steps with gradients that nothing reduced ("alone", of one rank).
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from nsa.trace.divergence.sampling import (
     attributes_of,
     averages_in_subgroups,
     compared,
+    is_plain,
     keeps_equal,
     may_average,
     norms_at_start,
     norms_of,
+    updates,
     wrapper_of,
 )
 from nsa.trace.divergence.training_state import TrainingState, keep
@@ -77,7 +79,10 @@ class Checksums:
         if root not in self._called_at and wrapper_of(root) is not None:
             self._called_at[root] = line_that_names(".module") or call_site()
         if root not in self._begun:
-            is_wrapped = wrapper_of(root) is not None or ddp_models_in(root)
+            # DDP makes replicas equal, but not those of one rank.
+            is_wrapped = wrapper_of(root) is not None or any(
+                ddp.process_group.size() > 1 for ddp in ddp_models_in(root)
+            )
             self._begun[root] = {} if is_wrapped else {"norms": norms_at_start(root), "site": self._state.made_at(root)}
 
     def reduced(self, group: Any, tensors: Any) -> None:
@@ -138,8 +143,11 @@ class Checksums:
             wrapper = None if inside else wrapper_of(root)
             if wrapper is not None and keeps_equal(wrapper) and weakref.ref(wrapper) not in self._trained:
                 self._write("unwrapped", step, root, wrapper)
-            if wrapper is None and not inside and (group := self._by_hand.group_of(root)) is not None:
-                self._write_of("by_hand", step, root, root, (), group)
+            if wrapper is None and not inside:
+                if (group := self._by_hand.group_of(root)) is not None:
+                    self._write_of("by_hand", step, root, root, (), group)
+                elif is_plain(root) and updates(optimizer, root):
+                    self._write_of("alone", step, root, root, (), None)
         self._before.clear()
 
     def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
@@ -169,9 +177,11 @@ class Checksums:
         for ddp in ddp_models_in(root):
             known = {id(p) for p in getattr(ddp, "_module_parameters", ())}
             for prefix, module in ddp.module.named_modules() if known else ():
-                new = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad and id(p) not in known]
+                of_module = module.named_parameters(prefix, recurse=False)
+                untracked = [name for name, p in of_module if p.requires_grad and id(p) not in known]
+                new = [name for name in untracked if name not in ddp.parameters_to_ignore]
                 site = self._state.made_at(module) if new else ""
-                found += [[plain_name(f"{prefix}.{name}" if prefix else name), site] for name in new]
+                found += [[plain_name(name), site] for name in new]
         return found
 
     def _look(
@@ -181,7 +191,10 @@ class Checksums:
         kept = compared(module, ignored, with_frozen=kind != "by_hand")
         of_gradients = [p.grad for _, p in kept if p.requires_grad]
         tensors = of_gradients if kind == "gradient" else [p.detach() for _, p in kept]
-        names, ranks = [name for name, _ in kept], dist.get_process_group_ranks(group)
+        names, ranks = (
+            [name for name, _ in kept],
+            [dist.get_rank()] if kind == "alone" else dist.get_process_group_ranks(group),
+        )
         site = self._called_at.get(root, "") if kind == "unwrapped" else ""
         return Seen(step, site or call_site(), self._number_of(root), names, tensors, ranks)
 

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nsa.trace.divergence.training_state import made_equal
+from nsa.trace.divergence.wrapped import OnWrap, report_wrap
+from nsa.trace.gradients import is_flattened
 from nsa.trace.names import plain_name
 
 
@@ -87,6 +90,17 @@ def compared(
     return [(n, p) for n, p in named if p.requires_grad] + frozen
 
 
+def is_plain(root: torch.nn.Module) -> bool:
+    """Return whether each parameter of a model is whole on this rank, not a share of one."""
+    return all(type(p) is torch.nn.Parameter and not p.is_sparse and not is_flattened(p) for p in root.parameters())
+
+
+def updates(optimizer: Optimizer, root: torch.nn.Module) -> bool:
+    """Return whether an optimizer has a parameter of a model."""
+    own = {id(p) for p in root.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
 def attributes_of(root: torch.nn.Module) -> frozenset[str]:
     """Return the attribute names of a model's parameters in their modules."""
     return frozenset(name.rpartition(".")[2] for name, _ in root.named_parameters())
@@ -116,13 +130,17 @@ _wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakr
 _joins_made = 0  # in this process
 
 
-def remember_wrappers() -> None:
-    """Record from now on which modules DDP wraps, even if they are never called through it, and how many joins have ended."""
+def remember_wrappers(on_wrap: OnWrap) -> None:
+    """Record from now on which modules DDP wraps, even if they are never called through it, and how many joins have ended.
+
+    ``on_wrap`` is called before each wrap (`report_wrap`).
+    """
     init = DistributedDataParallel.__init__
 
     @functools.wraps(init)
     def remembering(ddp: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
+        report_wrap(on_wrap, init, module, args, kwargs)
         init(ddp, module, *args, **kwargs)
         _wrappers[module] = weakref.ref(ddp)
         made_equal(module)

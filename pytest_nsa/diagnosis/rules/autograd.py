@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pytest_nsa.diagnosis.facts import all_facts, exception_fact, few, missing_fact
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
 _TWICE = re.compile(r"Parameter at index (\d+)(?: with name (\S+?))? has been marked as ready twice")
+_NAMED = re.compile(r"Parameters which did not receive grad for rank \d+: ([^\n]+)")  # by TORCH_DISTRIBUTED_DEBUG
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -17,8 +18,8 @@ def ready_twice(evidence: Evidence) -> Finding | None:
     """Find that a parameter was marked ready twice, usually by reentrant checkpointing under DDP."""
 
     def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
-        match, names = _TWICE.search(error.message), dict(enumerate(rank.parameter_names))
-        name = (match[2] or names.get(int(match[1]), "")).removeprefix("module.") if match else ""
+        match = _TWICE.search(error.message)
+        name = (match[2] or "".join(_names_at(rank, [match[1]]))).removeprefix("module.") if match else ""
         which = f"parameter {match[1]} ({name or 'name unknown'})" if match else "a parameter"
         return (
             f"{which} was marked as ready twice in one backward: its hook fired twice, as under reentrant checkpointing",
@@ -33,13 +34,27 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
     """Find that a forward began before the last backward had reduced every parameter."""
 
     def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
-        match, known = _WITHOUT_GRADIENT.search(error.message), dict(enumerate(rank.parameter_names))
-        names = [known[int(i)] for i in match[1].split() if int(i) in known] if match else []
+        named, match = _NAMED.search(error.message), _WITHOUT_GRADIENT.search(error.message)
+        names = _names_at(rank, match[1].split()) if match else []
+        if named:  # in any order
+            listed = [p.name for wrap in rank.wrapped for p in wrap.trained] or rank.parameter_names
+            places = {name: n for n, name in enumerate(listed)}
+            names = sorted(named[1].strip().split(", "), key=lambda name: places.get(name, 0))
         reason = f"parameters took no part in the last backward: {few(names) or 'torch names none'}"
         return reason, names[0].rpartition(".")[0] if names else ""
 
     texts = ("Expected to have finished reduction in the prior iteration",)
     return _stated_by_torch(evidence, "unused_parameters", texts, details)
+
+
+def _names_at(rank: RankEvidence, indices: Sequence[str]) -> list[str]:
+    """Return the names of parameters by torch's indices: of the one model that DDP has wrapped, as it was then; [] if one does not
+    fit. Later a program may have frozen some.
+    """
+    lists = {tuple(p.name for p in wrap.trained) for wrap in rank.wrapped} or {tuple(rank.parameter_names)}
+    names = lists.pop()
+    numbers = [int(index) for index in indices]
+    return [names[n] for n in numbers] if not lists and max(numbers, default=0) < len(names) else []
 
 
 def static_graph_changed(evidence: Evidence) -> Finding | None:

@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.explain.source import loss_location
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.training_states import are_equal, grouped, with_origin
+from pytest_nsa.diagnosis.rules.unreduced import unreduced_replicas
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.snapshots import by_snapshot
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -68,7 +69,7 @@ def trained_away(evidence: Evidence) -> Finding | None:
     """
     for by_rank in _streams(evidence).values():
         for rank, records in by_rank.items():
-            last = next((r for r in reversed(records) if r["kind"] != "gradient"), None)
+            last = next((r for r in reversed(records) if r["kind"] not in ("gradient", "alone")), None)
             if last is not None and any(_is_lost(v) for v in last["norms"]):
                 return _lost(evidence, rank, records)
     return None
@@ -134,7 +135,7 @@ def diverged_before(evidence: Evidence) -> Finding | None:
     errors = [e for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     if not errors or any(e.type != "AssertionError" for e in errors) or any(r.fatal_signal for r in evidence.ranks):
         return None
-    found = silent_divergence(evidence)
+    found = silent_divergence(evidence) or unreduced_replicas(evidence)
     if found is None:
         return None
     first = min(errors, key=lambda e: e.time)
