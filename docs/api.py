@@ -17,23 +17,22 @@ def page() -> str:
     """The whole page."""
     import nsa
     import pytest_nsa
-    from pytest_nsa import fixtures, hookspecs, plugin
+    from pytest_nsa import hookspecs, plugin
     from pytest_nsa.marks import RULES
     from pytest_nsa.rank import handles
-    from pytest_nsa.session import launch
 
     out = ["# Public names", "", "Made from their docstrings by `python docs/api.py`.", ""]
     out += [
         "## Marks",
         "",
-        "From `pytest_nsa`, as decorators, or as `@pytest.mark.NAME`. `pytest --markers` lists them.",
+        "From `pytest_nsa`, as decorators. `@pytest.mark.NAME` is the same on a test on ranks, where the test's module, a conftest.py or a "
+        "plugin imports `pytest_nsa`, or ini `ranks_marks` is true; elsewhere it is another suite's mark. `pytest --markers` lists them.",
         "",
     ]
     out += [line for name, rule in sorted(RULES.items()) for line in entry(f"{name}{rule.form}", rule.text)]
     out += ["## Fixtures", "", "`pytest --fixtures` lists them.", ""]
-    for name in sorted(plugin.__all__):
-        fixture = getattr(fixtures, name, None) or getattr(launch, name)
-        out += entry(name, inspect.getdoc(_function_of(fixture)) or "")
+    for name in sorted(set(plugin.__all__) - {"is_active"}):
+        out += entry(name, inspect.getdoc(_function_of(getattr(plugin, name))) or "")
     out += entry("host_fixture" + signature(pytest_nsa.host_fixture), inspect.getdoc(pytest_nsa.host_fixture) or "")
     out += ["## What they return", ""]
     for name in ("Group", "DDP", "FSDP", "Trace"):

@@ -1,6 +1,6 @@
 """Give the lines that ranks ran to what measures them test by test: pytest-testmon, and pytest-cov with ``--cov-context=test``.
 
-On the host a test on ranks runs no line of its own: pytest-testmon would deselect it for ever. Each rank measures as the host does
+On the host a test on ranks runs none of its lines: pytest-testmon would deselect it for ever. Each rank measures as the host does
 at that moment, and leaves a file in the test's folder.
 """
 
