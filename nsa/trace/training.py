@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 import torch
+import torch.distributed as dist
 
 from nsa.trace.calls.arguments import in_runs
 from nsa.trace.events import SCHEMA, machine, record
@@ -227,7 +228,8 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
             record(folder, event="gradients_ready", step=step, order=order)
 
     def saw_wrap(line: str, ranks: list[int], parameters: list[str]) -> None:
-        if next(wraps) < MAX_WRAPS:
+        # Ranks of another world have other numbers than in the job.
+        if next(wraps) < MAX_WRAPS and dist.get_world_size() == observer.board.count("world_size"):
             record(folder, event="wrapped", where=line, ranks=in_runs(ranks), parameters=parameters)
 
     observer.on_anomaly = saw_anomaly

@@ -60,6 +60,18 @@ def test_models_that_begin_differently(group):
 
 @check_divergence
 @world_size(4)
+@pytest.mark.parametrize("asserts", [False, True])
+def test_two_ways_to_train_one_model(group, asserts):
+    own = pairs()[group.rank // 2]
+    def reduce(model):
+        if group.rank < 2:
+            for p in model.parameters():
+                dist.all_reduce(p.grad, group=own)
+    train(group, 0, reduce)
+    assert not asserts or group.rank < 2
+
+@check_divergence
+@world_size(4)
 def test_no_rank_reduces(group):
     train(group, 0, lambda model: None)
 
@@ -76,7 +88,9 @@ def test_equal_data_needs_no_reduction(group):
 
 def test_replicas_that_one_stage_does_not_reduce(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, SOURCE)
-    assert result.outcomes == {"failed": 2, "passed": 3}
+    assert result.outcomes == {"failed": 3, "passed": 4}
+    asserted = result.verdicts["test_two_ways_to_train_one_model[True]"]
+    assert (asserted.cause, asserted.ranks, asserted.certain) == ("silent_divergence", (2, 3), False)
     by_hand = result.verdicts["test_a_stage_that_reduces_by_hand_forgets_it"]
     lines = (pytester.path / "test_example.py").read_text().splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.endswith("# HERE"))

@@ -13,7 +13,7 @@ from pytest_nsa.diagnosis.explain.source import loss_location
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.training_states import are_equal, grouped, with_origin
-from pytest_nsa.diagnosis.rules.unreduced import unreduced_replicas
+from pytest_nsa.diagnosis.rules.unreduced import find_unreduced
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.snapshots import by_snapshot
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -135,7 +135,7 @@ def diverged_before(evidence: Evidence) -> Finding | None:
     errors = [e for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     if not errors or any(e.type != "AssertionError" for e in errors) or any(r.fatal_signal for r in evidence.ranks):
         return None
-    found = silent_divergence(evidence) or unreduced_replicas(evidence)
+    found = silent_divergence(evidence) or find_unreduced(evidence, of_a_failure=True)
     if found is None:
         return None
     first = min(errors, key=lambda e: e.time)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_nsa.diagnosis.rules.training_states import grouped
@@ -34,7 +34,21 @@ class _Model:
 
 
 def unreduced_replicas(evidence: Evidence) -> Finding | None:
-    """Find ranks that began with equal models and updated them alone, until they differed; as many other ranks reduce theirs."""
+    """Find ranks that began with equal models and updated them alone, until they differed; as many other ranks reduce theirs.
+
+    If these began with the same model, a test that passes may compare both ways to train it.
+    """
+    return find_unreduced(evidence, of_a_failure=False)
+
+
+def find_unreduced(evidence: Evidence, *, of_a_failure: bool) -> Finding | None:
+    """Find the same; in a test that fails also where both began with the same model, which is not certain then."""
+    found = _find(evidence, begins_alike=False)
+    alike = _find(evidence, begins_alike=True) if found is None and of_a_failure else None
+    return found if alike is None else replace(alike, certain=False, confidence=0.6)
+
+
+def _find(evidence: Evidence, *, begins_alike: bool) -> Finding | None:
     if not evidence.job.check_divergence:
         return None
     models = [(rank.rank, model) for rank in evidence.ranks for model in _models(rank)]
@@ -43,7 +57,8 @@ def unreduced_replicas(evidence: Evidence) -> Finding | None:
         reduced = {model.members for _, model in alike if len(model.members) > 1}
         reducing = {rank for members in reduced for rank in members}
         alone = {r: m for r, m in alike if m.members == (r,) and m.begun and r not in reducing}
-        for ranks in grouped({rank: str(model.begun) for rank, model in alone.items()}):
+        others = [] if begins_alike else [model.begun for rank, model in alike if rank in reducing and model.begun]
+        for ranks in grouped({r: str(m.begun) for r, m in alone.items() if m.begun not in others}):
             members = next((of for of in reduced if len(of) == len(ranks)), ())
             if members and (found := _diverged(evidence, {r: alone[r] for r in ranks}, members)) is not None:
                 return found
