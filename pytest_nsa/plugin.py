@@ -38,20 +38,20 @@ def _part(config: pytest.Config) -> Any:
     return config.stash.get(part_key, None)
 
 
-def _begin(config: pytest.Config) -> None:
+def _begin(config: pytest.Config, *, is_late: bool = False) -> None:
     """Resolve the settings, and prepare this process for ranks, once. Raises UsageError."""
     if _part(config) is None:
         from pytest_nsa.session import ranked_session
 
-        ranked_session.begin(config)
+        ranked_session.begin(config, is_late=is_late)
         config.stash[part_key] = ranked_session
 
 
-def _begin_or_refuse(config: pytest.Config) -> None:
+def _begin_or_refuse(config: pytest.Config, *, is_late: bool = True) -> None:
     """As `_begin`; what is wrong in the settings becomes an error of each test that asks for ranks."""
     try:
         if refused_key not in config.stash:
-            _begin(config)
+            _begin(config, is_late=is_late)
     except pytest.UsageError as error:
         config.stash[refused_key] = str(error)
 
@@ -92,7 +92,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if any(map(os.environ.get, _OF_CHILDREN)) or follows_children or (_is_outer_launch(config) and is_asked):
         _begin(config)
     elif getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
-        _begin_or_refuse(config)  # the controller of xdist collects nothing, and its workers need what it offers
+        _begin_or_refuse(
+            config, is_late=False
+        )  # the controller of xdist collects nothing, and its workers need what it offers
 
 
 @pytest.hookimpl(trylast=True)

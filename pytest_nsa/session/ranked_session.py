@@ -55,8 +55,11 @@ unwritten_key = pytest.StashKey[str]()
 failures_key = pytest.StashKey[Failures]()
 
 
-def begin(config: pytest.Config) -> None:
-    """Resolve the settings, and register what a session with ranks needs. Raises UsageError."""
+def begin(config: pytest.Config, *, is_late: bool) -> None:
+    """Resolve the settings, and register what a session with ranks needs. Raises UsageError.
+
+    ``is_late``: the session has started.
+    """
     resolved = settings.resolve(config)
     if resolved.mask_output:
         mask_all()
@@ -87,6 +90,8 @@ def begin(config: pytest.Config) -> None:
 
         config.stash[outer_key] = OuterHooks(config, resolved, resolved.outer)
         config.pluginmanager.register(config.stash[outer_key], "nsa-outer")
+        if is_late:
+            config.stash[outer_key].pytest_sessionstart()
     elif config.pluginmanager.hasplugin("xdist") and settings.HAS_RANKS and settings.HAS_PROC:
         from pytest_nsa.session.plugins.xdist import XdistHooks
 

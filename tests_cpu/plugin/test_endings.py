@@ -204,8 +204,8 @@ def test_a_session_keeps_as_many_runs_as_the_setting_names(pytester: pytest.Pyte
     left = {path.name for path in root.iterdir() if not path.is_symlink() and path.is_dir()}
     assert result.run is not None
     assert left == {result.run.name, *(made[n - 1].name for n in (5, 4, 1))}
-    result = run_example(pytester, "", "-o", "ranks_artifacts_keep=few")
-    assert "ini ranks_artifacts_keep = 'few': must be a number, as in ranks_artifacts_keep = 20" in result.stderr
+    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "-o", "ranks_artifacts_keep=few")
+    assert "ini ranks_artifacts_keep = 'few': must be a number, as in ranks_artifacts_keep = 20" in result.stdout
 
 
 @pytest.mark.slow

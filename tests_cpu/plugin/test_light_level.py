@@ -33,5 +33,5 @@ def test_a_skipped_collective_is_named_without_modules_and_gradients(
     assert "check_divergence needs what NSA_TRACE_LEVEL=light does not record: unset it" in result.stdout
     assert result.outcomes == {"failed": 1, "errors": 1}
     monkeypatch.setenv("NSA_TRACE_LEVEL", "none")
-    wrong = run_example(pytester, "def test_a(): pass")
-    assert "NSA_TRACE_LEVEL='none': must be full or light" in wrong.stderr
+    wrong = run_example(pytester, "@world_size(2)\ndef test_a(): pass")
+    assert "NSA_TRACE_LEVEL='none': must be full or light" in wrong.stdout

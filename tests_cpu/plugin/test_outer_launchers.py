@@ -59,6 +59,12 @@ def test_after(group): dist.barrier()
 COUNTS = "3 failed, 5 passed, 1 skipped, 1 xfailed"
 
 
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each suite ask for ranks before it is collected, as by a conftest.py that imports the plugin."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-o ranks_marks=true")
+
+
 def read_verdicts(folder: Path) -> dict[str, Verdict]:
     return read_result(folder, pytest.RunResult(1, [], [], 0)).verdicts
 

@@ -32,6 +32,12 @@ def pg():
 RANK = 'RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID")))\n'
 
 
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each suite ask for ranks before it is collected, as by a conftest.py that imports the plugin."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-o ranks_marks=true")
+
+
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -245,7 +251,7 @@ def test_a_group_by_env_shares_the_port_with_ours_where_no_launcher_keeps_a_stor
 
 
 def test_another_value_is_refused(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_it(): pass")
+    pytester.makepyfile("import pytest\n@pytest.mark.world_size(2)\ndef test_it(): pass")
     done = pytester.runpytest_subprocess("-o", "ranks_unmarked=some")
-    assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines(["*ini ranks_unmarked = 'some': must be all or leader"])
+    done.assert_outcomes(errors=1)
+    done.stdout.fnmatch_lines(["*ini ranks_unmarked = 'some': must be all or leader"])

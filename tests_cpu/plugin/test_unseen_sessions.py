@@ -256,7 +256,9 @@ def test_ranks_have_the_interpreter_s_options(pytester: pytest.Pytester, launch:
 
 def test_a_module_that_the_ranks_cannot_import_is_named(pytester: pytest.Pytester) -> None:
     pytester.mkdir("lib").joinpath("only_of_the_host.py").write_text("")
-    pytester.makepyfile(test_it="import only_of_the_host, pytest\n@pytest.mark.world_size(2)\ndef test_it(): pass")
+    pytester.makepyfile(
+        test_it="import only_of_the_host, pytest, pytest_nsa\n@pytest.mark.world_size(2)\ndef test_it(): pass"
+    )
     pytester.makepyfile(run="import sys, pytest\nsys.path.append('lib')\nsys.exit(pytest.main(sys.argv[1:]))")
     command = [sys.executable, "run.py", "--ranks-launch=clean", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=pytester.path, text=True, capture_output=True, timeout=120, check=False)
