@@ -23,6 +23,7 @@ from pytest_nsa.diagnosis.rules import (
     absence,
     autograd,
     calls,
+    consequences,
     exits,
     groups,
     keys,
@@ -82,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     exits.init_timeout,
     numbers.nan_loss,
     numbers.diverged_before,
+    consequences.raised_after_a_skip,
     exits.rank_raised,
     payloads.aborted_in_different_calls,
     payloads.aborted,
@@ -122,7 +124,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 # Modules of rules on waits, which may be the consequence of an exception that a rank still handles.
-_OF_STALLS = ("calls", "groups", "messages", "absence", "keys", "stalls", "speed", "autograd")
+_OF_STALLS = ("calls", "groups", "messages", "absence", "consequences", "keys", "stalls", "speed", "autograd")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:

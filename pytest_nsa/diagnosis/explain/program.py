@@ -119,9 +119,9 @@ def compare(
     around = False  # the ranks' functions are called in a loop without a counter
     for depth, (a, b) in enumerate(itertools.zip_longest(one, other)):
         if a is None or b is None:
-            return Compared(Order.SAME)
+            return Compared(Order.SAME, is_counted=not around)
         if a.function != b.function:
-            return Compared(Order.UNKNOWN, (a, b))
+            return Compared(Order.UNKNOWN, (a, b), is_counted=not around)
         loops, more, more_there = _loops(sources, a, b)
         decided, is_counted = _by_counters(sources, loops, a, b)
         if decided is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, found_on, last_seen, rings
@@ -50,11 +52,17 @@ def left_alone(evidence: Evidence) -> Finding | None:
     cause.
     """
     entered = left_behind(evidence)
-    if entered is None:
-        return None
+    return None if entered is None else finding_without(evidence, entered)
+
+
+def finding_without(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> Finding | None:
+    """Return the finding that explains why ranks wait in ``entered`` while others ended their test without it.
+
+    ``among``: the ranks that it may name, () for all.
+    """
     missed = next((c for c in entered.values() if c.op == NEW_GROUP), None)
     if missed is None:
-        return finding_of_messages(evidence, entered)
+        return finding_of_messages(evidence, entered, among)
     n, members = evidence.job.world_size, members_of_new(missed, evidence.job.world_size)
     gone = tuple(rank for rank, c in entered.items() if c.op == END)
     culprits = tuple(rank for rank in gone if rank in members) or gone

@@ -154,13 +154,10 @@ def deaths(evidence: Evidence) -> list[RankEvidence]:
 Raised = list[tuple[RankEvidence, RaisedException]]
 
 
-def _first_exceptions(evidence: Evidence) -> Raised:
-    """Return each rank's first exception that is not a victim's, the earliest first."""
-    found = []
-    for rank in evidence.ranks:
-        own = [e for e in rank.exceptions if not is_victim(e)]
-        if own:
-            found.append((rank, min(own, key=lambda e: e.time)))
+def first_exceptions(evidence: Evidence) -> Raised:
+    """Return each rank's first exception, the earliest first, without those of victims, which may raise again in a teardown."""
+    firsts = [(rank, min(rank.exceptions, key=lambda e: e.time)) for rank in evidence.ranks if rank.exceptions]
+    found = [(rank, error) for rank, error in firsts if not is_victim(error)]
     return sorted(found, key=lambda pair: pair[1].time)
 
 
@@ -168,7 +165,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     """Find the first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited
     for another, and the test itself or all ranks raised it.
     """
-    found = _first_exceptions(evidence)
+    found = first_exceptions(evidence)
     if not found:
         return None
     first_rank, error = found[0]
