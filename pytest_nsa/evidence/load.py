@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
+from pytest_nsa.evidence.counters import counters_of
 from pytest_nsa.evidence.first_gone import mark_first_gone
 from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
@@ -169,7 +170,7 @@ def _read_rank(
     board = BoardReader(folder / "board.bin").read()
     if board is not None and raised and not board.numbers.get("blocked_in"):
         board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
-    counters, dump = parse(_text(folder / "counters.json")), _text(folder / "stacks.txt")
+    counters, dump = counters_of(folder, board, woken), _text(folder / "stacks.txt")
     frames = _reported(counters, "frames", is_counted)
     machine = str(start.get("machine", ""))
     return RankEvidence(

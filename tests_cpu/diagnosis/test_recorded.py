@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 
@@ -40,6 +41,16 @@ def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: di
     assert expected.allows(verdict.where, planted_module(module)), verdict.where
     assert expected.reason in verdict.reason
     assert verdict.rule
+
+
+def test_without_counters_no_certain_verdict_is_wrong(recorded: dict[str, dict[str, Path]]) -> None:
+    """As in a training that is only watched, and where a rank holds the GIL: less is known, and less is certain."""
+    for module in MODULES:
+        for name, expected in faults(module).items():
+            evidence = load(recorded[module][name])
+            ranks = tuple(r if r.exceptions else replace(r, counters=()) for r in evidence.ranks)
+            verdict = diagnose(replace(evidence, ranks=ranks))
+            assert not verdict.certain or (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), name
 
 
 def test_no_verdict_depends_on_words(recorded: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,34 @@ def test_an_asyncio_loop_that_waits_for_a_thread_waits_for_that_thread(pytester:
     assert verdict.where == f"test_example.py:{line} in write"
 
 
+ACTORS = """
+@world_size(4)
+@pytest.mark.timeout(60)
+def test_learns(group):
+    for step in range(5):
+        if group.rank == 0:
+            for actor in range(1, 4):
+                for _ in range(3):
+                    dist.recv(torch.empty(7), actor)
+        else:
+            for i in range(3):
+                if (group.rank, step, i) == (2, 1, 1):
+                    continue
+                dist.send(torch.ones(7), 0)
+        for size in (2, 3):
+            dist.broadcast(torch.ones(size), 0)
+"""
+
+
+def test_what_ends_a_test_rests_on_the_counters_of_its_loops(pytester: pytest.Pytester) -> None:
+    """Without the counters, the rank that waits for the message seems to have asked for one too many."""
+    result = run_example(pytester, ACTORS)
+    verdict = result.verdicts["test_learns"]
+    assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (2,))
+    announced = list(read_lines(result.folder("test_learns") / "suspicions.jsonl"))
+    assert [(s["cause"], s["ranks"]) for s in announced] == [("p2p_unmatched", [2])]
+
+
 def test_a_hang_has_the_counters_of_its_loops_and_nothing_else_is_looked_at(pytester: pytest.Pytester) -> None:
     source = """
 import os

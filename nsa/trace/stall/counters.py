@@ -1,7 +1,7 @@
 """The counters of the loops that the main thread is in: written when the monitor requests them, and with an exception.
 
-The monitor requests them when it ends a test. Not before: reading a function's locals keeps them alive (before Python 3.13, as
-long as the function runs).
+The monitor requests them where no rank can go on, and when it ends a test. Not before: reading a function's locals keeps them
+alive (before Python 3.13, as long as the function runs).
 """
 
 from __future__ import annotations
@@ -93,3 +93,9 @@ def counters_at(error: BaseException) -> list[dict[str, object]]:
 def is_requested(folder: Path) -> bool:
     """Return whether the monitor requests the counters."""
     return os.path.exists(folder / REQUEST)
+
+
+def withdraw_request(folder: Path) -> None:
+    """Delete the monitor's request: it has been answered."""
+    with contextlib.suppress(OSError):
+        os.unlink(folder / REQUEST)

@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.explain.program import (
     is_in_loop_below,
     position_of,
 )
-from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, surprise, token
+from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, is_same_line, surprise, token
 from pytest_nsa.diagnosis.facts import calls_before
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
@@ -73,9 +73,23 @@ class Contrast:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the rank has calls left in this round: all its earlier rounds had one number of them, which is larger."""
+        """Whether the rank has made some of the calls of this round, and has some left: all its earlier rounds had one number of
+        them, which is larger. With none made, the call in progress begins the round.
+        """
         now, *earlier = self.counts
-        return len(set(earlier)) == 1 and now < earlier[0]
+        return len(set(earlier)) == 1 and 0 < now < earlier[0]
+
+    @cached_property
+    def rounds(self) -> int:
+        """How many whole rounds the rank has made since `latest`, by its calls at its present line: each earlier round had one
+        number of them.
+        """
+        if self.latest is None:
+            return 0
+        at = self.before.index(self.latest) + 1
+        _, *usual = counts_of_rounds(self.before[:at], self.latest, self.call)
+        made = sum(is_same_line(c, self.call) for c in self.before[at:])
+        return made // usual[0] if len(set(usual)) == 1 else 0
 
     @cached_property
     def compared(self) -> Compared:
@@ -85,7 +99,7 @@ class Contrast:
             return replace(seen, order=seen.order.turned, parted=seen.parted[::-1])
         return compare(
             self.evidence.sources, self.position, self.turned.position, self.latest, (self.goes_on, self.turned.goes_on),
-            self._steps(),
+            self._steps(), (self.rounds, self.turned.rounds),
         )  # fmt: skip
 
     def _steps(self) -> tuple[int, int]:

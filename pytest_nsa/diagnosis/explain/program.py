@@ -107,13 +107,14 @@ def _position_from_stack(rank: RankEvidence) -> Position:
 
 def compare(
     sources: Sources, one: Position, other: Position, latest: Collective | None,
-    go_on: tuple[bool, bool] = (False, False), steps: tuple[int, int] = (0, 0),
+    go_on: tuple[bool, bool] = (False, False), steps: tuple[int, int] = (0, 0), rounds: tuple[int, int] = (0, 0),
 ) -> Compared:  # fmt: skip
     """Return the position of ``one`` relative to ``other``.
 
     ``latest`` is the last call that both ranks made. ``go_on`` has, for each rank, whether its earlier rounds show that
     it has not finished its visit to the statement of its call. ``steps`` are the ranks' training steps, or how many
-    of their data loaders were exhausted; they count the rounds of a function or loop that has no counter.
+    of their data loaders were exhausted; they count the rounds of a function or loop that has no counter. ``rounds`` are
+    those that each rank has made since ``latest``, as its calls count them.
     """
     one, other = _aligned(one, other)
     around = False  # the ranks' functions are called in a loop without a counter
@@ -144,7 +145,7 @@ def compare(
         is_in = bool(more) and not has_made_round(more[0], a.counters, b.counters)
         is_in_there = bool(more_there) and not has_made_round(more_there[0], b.counters, a.counters)
         open_loops = (*([None] if around else ()), *([] if is_counted else loops))
-        found = _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest)
+        found = _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest, rounds)
         is_a_round = around and not loops  # the function is called once in each round of a loop without a counter
         if steps[0] != steps[1] and not (more or more_there) and (is_a_round or found.is_assumed):
             order = Order.AFTER if steps[0] > steps[1] else Order.BEFORE
@@ -206,7 +207,7 @@ def is_in_loop_below(sources: Sources, position: Position, parted: Frame) -> boo
 
 def _in_one_function(
     a: Frame, b: Frame, open_loops: Sequence[Loop | None], in_more: tuple[bool, bool], first_below: Sequence[bool | None],
-    latest: Collective | None,
+    latest: Collective | None, rounds: tuple[int, int],
 ) -> Compared:  # fmt: skip
     """Compare two lines of one function.
 
@@ -227,7 +228,9 @@ def _in_one_function(
         frame.line < at if frame.line != at else first for frame, first in zip(parted, first_below, strict=True)
     ]
     # The other rank has left the statement.
-    keys = [(gone is not False, frame.line) for gone, frame in zip(gone_round, parted, strict=True)]
+    keys = [
+        ((gone is not False) + more, frame.line) for gone, frame, more in zip(gone_round, parted, rounds, strict=True)
+    ]
     order = Order.BEFORE if keys[0] < keys[1] else Order.AFTER
     return Compared(order, parted, left and keys[0][0] == keys[1][0], is_assumed=None in gone_round)
 

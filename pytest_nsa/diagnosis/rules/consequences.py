@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.messages import ended
 from pytest_nsa.diagnosis.explain.program import Order, Position, compare, position_of
-from pytest_nsa.diagnosis.facts import awaited, exception_fact, has_lost_calls
+from pytest_nsa.diagnosis.facts import awaited, exception_fact
 from pytest_nsa.diagnosis.rules.absence import finding_without
 from pytest_nsa.diagnosis.rules.exits import first_exceptions, rank_raised
 from pytest_nsa.diagnosis.verdict import Finding, stated
@@ -102,8 +102,7 @@ def _passed(
         is_behind = found.order in (Order.SAME, Order.UNKNOWN) and _has_evaluated(sources, error, mine, theirs)
     if not is_behind or found.is_counted:
         return _Passed.YES if is_behind else _Passed.NO
-    has_made = has_lost_calls(evidence) or any(c.site == call.site for c in rank.collectives)
-    return _Passed.NO if has_made else _Passed.IN_SOME_ROUND
+    return _Passed.NO if ended(rank).step < call.step else _Passed.IN_SOME_ROUND
 
 
 def _function_of(nodeid: str) -> str:
