@@ -1,8 +1,8 @@
 """The edit that best explains why ranks are in different calls.
 
-Each candidate has a score; the softmax of the scores gives probabilities. The weights were fitted as those of a
-conditional logit model (McFadden, 1974) on recorded faults. The best candidate's probability is the confidence, and its
-terms are what the report prints.
+What is counted excludes candidates (`Candidate.is_refuted`). Each of the others has a score; the softmax of the scores
+gives probabilities. The weights were fitted as those of a conditional logit model (McFadden, 1974) on recorded faults.
+The best candidate's probability is the confidence, and its terms are what the report prints.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def explain(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> 
     ``among``: the ranks that an edit may name, () for all.
     """
     found = [c for c in candidates(evidence, entered) if not among or {*c.ranks} <= {*among}]
+    found = [c for c in found if not c.is_refuted] or found
     if not found:
         return None
     scored = sorted(((_score(c), -i, c) for i, c in enumerate(found)), key=lambda row: row[:2], reverse=True)
