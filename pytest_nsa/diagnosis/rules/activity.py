@@ -12,7 +12,7 @@ from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
-from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import (
     BUSY,
@@ -193,11 +193,32 @@ def _device(rank: RankEvidence) -> Activity | None:
 
 
 def _gil_held(rank: RankEvidence) -> Activity | None:
-    silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
-    is_starved = rank.process.get("wants_cpu") and latest_share_of_main(rank.process) < STARVED  # so is its heartbeat
-    if not silent or is_starved:
+    if not is_silent(rank):
         return None
-    return Activity("gil_held", f"holds the GIL in native code{in_symbol(rank)}", 0.8)
+    thread = _thread_that_holds_the_gil(rank)
+    where = thread.user_frame.describe() if thread is not None and thread.user_frame is not None else ""
+    aside = " in a side thread" if thread is not None else ""
+    return Activity("gil_held", f"holds the GIL in native code{aside}{in_symbol(rank)}", 0.8, where)
+
+
+def is_silent(rank: RankEvidence) -> bool:
+    """Return whether a rank's heartbeat has stopped, and not for lack of a core: its thread waits for the GIL."""
+    is_starved = rank.process.get("wants_cpu") and latest_share_of_main(rank.process) < STARVED  # so is its heartbeat
+    is_stopped = rank.process.get("state") in ("T", "t")
+    return rank.beat_age_s is not None and rank.beat_age_s > SILENT_S and not is_starved and not is_stopped
+
+
+def computes_aside(rank: RankEvidence) -> bool:
+    """Return whether a thread other than the main one computes."""
+    return rank.process.get("cpu_share", 0.0) - share_of_main(rank.process) >= BUSY
+
+
+def _thread_that_holds_the_gil(rank: RankEvidence) -> ThreadStack | None:
+    """Return the side thread at work, if only one is, of a rank with a main thread that is in a call or computes nothing."""
+    is_inside = rank.board is not None and rank.board.blocked is not None
+    if not is_inside and not computes_aside(rank):
+        return None
+    return rank.threads_at_work[0] if len(rank.threads_at_work) == 1 else None
 
 
 def _busy(rank: RankEvidence) -> Activity | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited_by, doing, found_on, last_seen, owning_module
-from pytest_nsa.diagnosis.rules.activity import activity_of
+from pytest_nsa.diagnosis.facts import all_facts, awaited, awaited_by, doing, found_on, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.activity import activity_of, computes_aside, is_silent
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 
@@ -16,7 +16,7 @@ def blocked(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
-    absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
+    absent = [r for r in alive if (not r.is_waiting and not r.waits_for_a_key) or _cannot_leave_its_call(evidence, r)]
     activities = {rank.rank: activity for rank in absent if (activity := activity_of(rank)) is not None}
     if not activities:
         return None
@@ -56,6 +56,17 @@ def blocked(evidence: Evidence) -> Finding | None:
         evidence, activity.cause, [evidence.ranks[r] for r in culprits], reason, activity.confidence,
         where=activity.where or last_seen(rank), module=owning_module(rank),
     )  # fmt: skip
+
+
+def _cannot_leave_its_call(evidence: Evidence, rank: RankEvidence) -> bool:
+    """Return whether nothing but the GIL, which a thread holds, keeps a rank in its call: another rank has left it, or the thread
+    computes.
+    """
+    call = awaited(rank)
+    if call is None or not is_silent(rank):
+        return False
+    has_ended = any(c.left > 0 for r in evidence.ranks if r is not rank for c in r.collectives if c.place == call.place)
+    return computes_aside(rank) or (call.peer == -1 and has_ended)
 
 
 def in_transit(evidence: Evidence) -> Finding | None:
