@@ -294,10 +294,8 @@ def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
     cause = CAUSES[finding.cause]
     if cause.outcome:  # regardless of why the others were stopped
         return cause.outcome
+    if any(r.fatal_signal and (not evidence.stop or r.exit_time < evidence.stop_time) for r in evidence.ranks):
+        return "CRASH"  # whatever the others did until they were stopped, which depends on the machine's load
     if evidence.stop in ("departed", "left_alone", "certain", "deadline", "hang_after", "start"):
         return "HANG"
-    fell = {r.rank for r in evidence.ranks if r.fatal_signal}
-    if fell:
-        # Gloo may abort a rank that receives an unexpected message; without the abort the ranks would wait forever.
-        return "HANG" if cause.unmet and not fell & set(finding.ranks) else "CRASH"
     return "HANG" if evidence.stop == "host_died" and evidence.stalled_s else "FAIL"

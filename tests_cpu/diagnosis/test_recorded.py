@@ -53,6 +53,15 @@ def test_without_counters_no_certain_verdict_is_wrong(recorded: dict[str, dict[s
             assert not verdict.certain or (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), name
 
 
+def test_a_rank_that_fell_before_the_stop_makes_it_a_crash(recorded: dict[str, dict[str, Path]]) -> None:
+    """Gloo aborts a rank that receives an unexpected message: whether the others still waited when they were stopped is chance."""
+    evidence = load(recorded["collectives_on_devices"]["test_another_size"])
+    assert evidence.stop
+    assert diagnose(evidence).outcome == "CRASH"
+    late = tuple(replace(r, exit_time=evidence.stop_time + 0.1) for r in evidence.ranks)
+    assert diagnose(replace(evidence, ranks=late)).outcome == "HANG"
+
+
 def test_no_verdict_depends_on_words(recorded: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is never control flow: with empty words each verdict has the same cause, ranks and line."""
     evidence = [load(recorded[m][name]) for m in MODULES for name in list(faults(m))[::3]]
