@@ -96,6 +96,25 @@ def test_a_rank_computes_by_all_its_samples_if_it_still_wants_the_cpu(tmp_path: 
     assert computes(rank.process) == (state == "R")
 
 
+def test_a_rank_that_is_idle_in_a_backward_is_not_the_one_that_is_missing(tmp_path: Path) -> None:
+    """It may wait in a reduction that nothing recorded, as a hook of C++ makes it."""
+    folder = make_folder(tmp_path / "t", world_size=3)
+    idle = {"state": "S", "cpu_share": 0.0, "wchan": "futex_do_wait"}
+    lines = [{"event": "stop", "time": 9.0, "reason": "deadline", "stalled_s": 4.0}]
+    lines += [{"event": "process", "time": 9.0, "rank": rank, **idle} for rank in range(3)]
+    lines += [{"event": "exit", "time": 9.1, "rank": rank, "code": 0, "signal": 9, "by_us": True} for rank in range(3)]
+    (folder / "host.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    board = Board(folder / "rank2" / "board.bin", rank=2, world_size=3)
+    index = board.enter("barrier", "0", 1, "", 0, "/home/me/train.py:50 in main", size=3)
+    board.number("blocked_in", index + 1)
+    for rank in (0, 1):
+        (folder / f"rank{rank}" / "stacks.txt").write_text(
+            DUMP.replace('  File "/home/me/model.py", line 12 in backward\n', "")
+        )
+    verdict = diagnose(load(folder))
+    assert verdict.cause != "missing_collective"
+
+
 def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:
     threads = parse_dump(DUMP)
     assert [t.is_ours for t in threads] == [True, False, False]
