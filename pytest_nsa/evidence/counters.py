@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,9 @@ def counters_of(folder: Path, board: BoardSnapshot | None, until: float) -> Any:
     if board is None or not is_number(written):
         return counters
     return None if any(written < c.entered <= until for c in board.collectives[-1:]) else counters
+
+
+def reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Mapping[str, Any]]:
+    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] without any."""
+    found = counters.get(name) if isinstance(counters, dict) else None
+    return found if isinstance(found, list) and all(map(check, found)) else []

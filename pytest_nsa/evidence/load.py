@@ -6,14 +6,14 @@ import contextlib
 import gc
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
-from pytest_nsa.evidence.counters import counters_of
+from pytest_nsa.evidence.counters import counters_of, reported
 from pytest_nsa.evidence.first_gone import mark_first_gone
 from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
@@ -171,7 +171,7 @@ def _read_rank(
     if board is not None and raised and not board.numbers.get("blocked_in"):
         board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
     counters, dump = counters_of(folder, board, woken), _text(folder / "stacks.txt")
-    frames = _reported(counters, "frames", is_counted)
+    frames = reported(counters, "frames", is_counted)
     machine = str(start.get("machine", ""))
     return RankEvidence(
         rank=rank,
@@ -221,7 +221,7 @@ def _read_rank(
         memory_mib=start.get("memory_mib", 0.0),
         counters=(raised[0].counters if raised else ()) or _counted(frames),
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
-        looked_for=tuple(_reported(counters, "files", is_looked_for)),
+        looked_for=tuple(reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_key_uses(of["key_set"], own.get("keys", ())),
         keys_awaited=_key_uses(of["key_awaited"], own.get("keys_awaited", ())),
@@ -329,12 +329,6 @@ def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
     return own if own["time"] >= until - stalled_s - 1.0 else {}
 
 
-def _reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Mapping[str, Any]]:
-    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] without any."""
-    found = counters.get(name) if isinstance(counters, dict) else None
-    return found if isinstance(found, list) and all(map(check, found)) else []
-
-
 def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
     return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)
 
@@ -389,6 +383,11 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
             yield files[match["file"]], int(match["line"])
     stacks = dict.fromkeys(rank.stack for rank in evidence.ranks if rank.stack is not None)
     yield from dict.fromkeys((f.file, f.line) for stack in stacks for f in stack.test_frames if f.is_in_package)
+    # Functions of torch in which ranks are at different lines, as a schedule's of a pipeline.
+    lines: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for frame in {f for stack in stacks for f in stack.test_frames if not (f.is_user or f.is_ours)}:
+        lines[frame.file, frame.function].add(frame.line)
+    yield from ((file, line) for (file, _), at in sorted(lines.items()) if len(at) > 1 for line in sorted(at))
 
 
 def find_test_folders(folder: Path) -> list[Path]:

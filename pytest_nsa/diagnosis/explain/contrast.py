@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.explain.program import (
     Position,
     are_exclusive,
     compare,
+    compare_within,
     is_in_loop_below,
     position_of,
 )
@@ -96,11 +97,15 @@ class Contrast:
         """The position of the rank in the program relative to the other rank."""
         if "compared" in self.turned.__dict__:
             seen = self.turned.compared
-            return replace(seen, order=seen.order.turned, parted=seen.parted[::-1])
-        return compare(
+            return replace(seen, order=seen.order.turned, parted=seen.parted[::-1], within=seen.within[::-1])
+        found = compare(
             self.evidence.sources, self.position, self.turned.position, self.latest, (self.goes_on, self.turned.goes_on),
             self._steps(), (self.rounds, self.turned.rounds),
         )  # fmt: skip
+        if found.order not in (Order.SAME, Order.EXCLUSIVE) or not found.is_counted:
+            return found
+        sides = (self.position, self.rank), (self.turned.position, self.turned.rank)
+        return compare_within(self.evidence.sources, found, *sides)
 
     def _steps(self) -> tuple[int, int]:
         """Return how many data loaders of the two ranks ran out of data, where the rank with more of them received fewer batches;
@@ -128,11 +133,9 @@ class Contrast:
         """Whether the rank is ahead of a loop that the other is in, in the function in which they diverge or one called
         there.
         """
-        if self.order is not Order.AFTER or not self.compared.parted:
-            return False
-        return self.compared.left or is_in_loop_below(
-            self.evidence.sources, self.turned.position, self.compared.parted[1]
-        )
+        if self.order is not Order.AFTER or self.compared.left or not self.compared.parted:
+            return self.order is Order.AFTER and self.compared.left
+        return is_in_loop_below(self.evidence.sources, self.turned.position, self.compared.parted[1])
 
     @cached_property
     def path(self) -> Path:

@@ -13,7 +13,7 @@ import ast
 import enum
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.explain.counters import counter_of, has_made_round, is_first_round
 from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, user_frames
@@ -25,6 +25,11 @@ from pytest_nsa.evidence.values import RankEvidence
 Loop = ast.For | ast.While
 # Statements after which the rest of their block does not run.
 LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
+# Files of torch in which a line shows nothing of the program's order.
+_MACHINERY = (
+    "/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py", "/torch/nn/modules/module.py",
+    "/torch/autograd/", "/torch/utils/", "/torch/futures/", "/torch/_",
+)  # fmt: skip
 
 
 class Order(enum.Enum):
@@ -61,6 +66,7 @@ class Frame:
 
 
 Position = tuple[Frame, ...]  # outermost first
+Side = tuple[Position, RankEvidence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,9 @@ class Compared:
     is_counted: bool = False  # all shared loops have counters, or there are none
     is_likely: bool = False  # by ``steps``, of which a round may contain several
     is_assumed: bool = False  # one rank may be in a later round of a loop without a counter
+    within: tuple[
+        Frame, ...
+    ] = ()  # the lines of a library's function that show the order, where the user's lines do not
 
 
 def position_of(rank: RankEvidence, call: Collective) -> Position:
@@ -103,6 +112,34 @@ def _position_from_stack(rank: RankEvidence) -> Position:
             del counted[: at + 1]
         found.append(Frame(place, values))
     return tuple(found)
+
+
+def position_within(rank: RankEvidence, place: str) -> Position:
+    """Return the frames that a user's line of a rank's stack called, with those of libraries, outermost first."""
+    frames = list(rank.last_stack.frames) if rank.last_stack is not None else []
+    at = next((i for i, frame in enumerate(frames) if frame.describe() == place), 0)
+    counted = dict(rank.counters)
+    called = (frame.describe() for frame in reversed(frames[:at]) if not frame.is_ours)
+    return tuple(Frame(line, counted.get(line, {})) for line in called)
+
+
+def compare_within(sources: Sources, found: Compared, one: Side, other: Side) -> Compared:
+    """Return the order within the deepest function that two ranks share, where the user's lines are the same or in two branches:
+    a library's loop, which one rank has left, for example. Return ``found`` where nothing counted shows an order there.
+    """
+    positions = []
+    for (mine, rank), (theirs, _) in ((one, other), (other, one)):
+        shared = tuple(a for a, b in zip(mine, theirs, strict=False) if a.place == b.place)
+        last = mine[: len(shared) + (found.order is Order.EXCLUSIVE)]  # two branches may call one function
+        if not last:
+            return found
+        positions.append((*shared, *position_within(rank, last[-1].place)))
+    inner = compare(sources, positions[0], positions[1], None)
+    if inner.order not in (Order.BEFORE, Order.AFTER) or not inner.is_counted:
+        return found
+    if any(part in inner.parted[0].place for part in _MACHINERY):
+        return found
+    return replace(found, order=inner.order, left=inner.left, is_counted=True, is_assumed=False, within=inner.parted)
 
 
 def compare(
@@ -133,7 +170,7 @@ def compare(
         if not sources.around(a.place) or not sources.around(b.place):
             return Compared(Order.UNKNOWN, (a, b))
         if are_exclusive(sources.around(a.place), sources.around(b.place)):
-            return Compared(Order.EXCLUSIVE, (a, b))
+            return Compared(Order.EXCLUSIVE, (a, b), is_counted=is_counted and not around)
         below: Sequence[bool | None] = (
             _first_round_below(sources, more, one[depth:]),
             _first_round_below(sources, more_there, other[depth:]),
@@ -151,7 +188,7 @@ def compare(
             order = Order.AFTER if steps[0] > steps[1] else Order.BEFORE
             return Compared(order, (a, b), is_likely=not is_a_round)
         return found
-    return Compared(Order.SAME)
+    return Compared(Order.SAME, is_counted=not around)
 
 
 def _aligned(one: Position, other: Position) -> tuple[Position, Position]:
