@@ -55,7 +55,7 @@ class Activity:
     """What a rank does instead of meeting the others: ``cause``, its ``description``, and a confidence.
 
     ``where`` is the line, where the rank's stack does not show it; ``holders`` are the ranks that hold the lock that
-    this one waits for.
+    this one waits for; ``is_of_unknown_file``: it is a lock on a file, and the rank has that file closed between two attempts.
     """
 
     cause: str
@@ -63,6 +63,7 @@ class Activity:
     confidence: float
     where: str = ""
     holders: tuple[int, ...] = ()
+    is_of_unknown_file: bool = False
 
 
 MOST_FRAMES = 100  # of a stack, in dumps by faulthandler and by the rank itself
@@ -356,7 +357,7 @@ def _polled_lock(rank: RankEvidence) -> Activity | None:
     source = _source(rank)
     if not _library_files(rank) or not takes_a_lock(source) or _SLEEPS.search(source) or not _sleeps(rank):
         return None
-    return None if rank.looked_for else Activity("lock_deadlock", "polls for a lock", 0.8)
+    return None if rank.looked_for else Activity("lock_deadlock", "polls for a lock", 0.8, is_of_unknown_file=True)
 
 
 def _sleeps(rank: RankEvidence) -> bool:

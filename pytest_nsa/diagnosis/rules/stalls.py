@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from pytest_nsa.diagnosis.facts import all_facts, awaited, awaited_by, doing, found_on, last_seen, owning_module
-from pytest_nsa.diagnosis.rules.activity import activity_of, computes_aside, is_silent
+from pytest_nsa.diagnosis.rules.activity import Activity, activity_of, computes_aside, is_silent
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -17,7 +20,11 @@ def blocked(evidence: Evidence) -> Finding | None:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
     absent = [r for r in alive if (not r.is_waiting and not r.waits_for_a_key) or _cannot_leave_its_call(evidence, r)]
-    activities = {rank.rank: activity for rank in absent if (activity := activity_of(rank)) is not None}
+    activities = {
+        rank.rank: _with_holders(activity, alive, evidence.job.world_size)
+        for rank in absent
+        if (activity := activity_of(rank)) is not None
+    }
     if not activities:
         return None
     rank = next(r for r in absent if r.rank in activities)
@@ -28,10 +35,9 @@ def blocked(evidence: Evidence) -> Finding | None:
     if themselves:
         culprits, rank = themselves, evidence.ranks[themselves[0]]
         activity = activities[rank.rank]
-    # A rank that holds the lock and waits is half of the deadlock; where several wait for it, it is the culprit.
+    # A rank that holds the lock while it waits for the others is the culprit, not those that ask for the lock.
     holders = tuple(h for h in activity.holders if evidence.ranks[h].is_waiting)
-    if holders:
-        culprits = tuple(sorted({*culprits, *holders})) if len(culprits) == 1 else holders
+    culprits = holders or culprits
     held_up = {r for r, other in activities.items() if themselves and set(other.holders) <= set(themselves)}
     waiting = tuple(
         r.rank
@@ -56,6 +62,15 @@ def blocked(evidence: Evidence) -> Finding | None:
         evidence, activity.cause, [evidence.ranks[r] for r in culprits], reason, activity.confidence,
         where=activity.where or last_seen(rank), module=owning_module(rank),
     )  # fmt: skip
+
+
+def _with_holders(activity: Activity, ranks: Sequence[RankEvidence], world_size: int) -> Activity:
+    """Return what a rank is blocked in; if it polls for a lock, with the ranks that hold one while they wait in a call."""
+    holders = [r for r in ranks if r.is_waiting and r.process.get("holds_locks")]
+    if not activity.is_of_unknown_file or not holders:
+        return activity
+    held = by_ranks({r.rank: f"holds {' and '.join(r.process['holds_locks'])}" for r in holders}, world_size)
+    return replace(activity, description=f"{activity.description}, and {held}", holders=tuple(r.rank for r in holders))
 
 
 def _cannot_leave_its_call(evidence: Evidence, rank: RankEvidence) -> bool:
