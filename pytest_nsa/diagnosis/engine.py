@@ -88,6 +88,7 @@ RULES: tuple[Rule, ...] = (
     payloads.aborted_in_different_calls,
     payloads.aborted,
     payloads.received_another_size,
+    stalls.aborted,
     exits.rank_died,
     exits.rank_gone,
     exits.rank_exited,

@@ -14,8 +14,8 @@ from typing import Any
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.counters import counters_of, reported
-from pytest_nsa.evidence.first_gone import mark_first_gone
-from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
+from pytest_nsa.evidence.first_gone import last_beat, mark_first_gone, stalled_until_the_end
+from pytest_nsa.evidence.native import fatal_signal, innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
@@ -80,7 +80,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         ranks=with_job_numbers(ranks),
         stop=stop.get("reason", "host_died" if refused or not has_ended else ""),
         stopped_by=stop.get("by", ""),
-        stalled_s=stop.get("stalled_s", 0.0),
+        stalled_s=stop.get("stalled_s", 0.0) if host else stalled_until_the_end(ranks),
         moved_at_stop=stop.get("moved", False),
         duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
         started=started,
@@ -171,13 +171,14 @@ def _read_rank(
     if board is not None and raised and not board.numbers.get("blocked_in"):
         board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
     counters, dump = counters_of(folder, board, woken), _text(folder / "stacks.txt")
+    fatal = _text(folder / "fatal.txt")
     frames = reported(counters, "frames", is_counted)
     machine = str(start.get("machine", ""))
     return RankEvidence(
         rank=rank,
         exit_code=exit_event.get("code") if not exit_event.get("signal") and not exit_event.get("by_us") else None,
-        signal=exit_event.get("signal", 0),
-        exit_time=exit_event.get("time", 0.0),
+        signal=exit_event.get("signal", 0) if exit_event else fatal_signal(fatal),
+        exit_time=exit_event.get("time", 0.0) if exit_event or not fatal else last_beat(board),
         by_us=exit_event.get("by_us", False),
         finished=bool(done),
         passed=done.get("passed", False),
@@ -196,7 +197,7 @@ def _read_rank(
         native_absent=_first(seen["native"]).get("absent", ""),
         abort_message=read_abort_message(folder / "output.log", exit_event.get("signal", 0)),
         children_threads=parse_children(dump),
-        fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
+        fatal=parse_dump(fatal, job.body),
         reports=tuple(read_reports(folder / "reports.jsonl")),
         heartbeats=tuple(read_beats(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=tuple(start.get("notes", ())),

@@ -244,6 +244,8 @@ def rank_gone(evidence: Evidence) -> Finding | None:
     gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
     if not gone or evidence.was_ended_at_a_stall:
         return None
+    if any(r.fatal_signal for r in gone):
+        return rank_died(evidence)
     reason = f"the process of rank {gone[0].rank} is gone without an exit code: killed, or ended by os._exit"
     return found_on(evidence, "rank_died", gone, reason, 0.8, certain=True)
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited, awaited_by, doing, found_on, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import (
+    all_facts,
+    awaited,
+    awaited_by,
+    doing,
+    found_on,
+    last_seen,
+    owning_module,
+    signal_text,
+)
 from pytest_nsa.diagnosis.rules.activity import Activity, activity_of, computes_aside, is_silent
+from pytest_nsa.diagnosis.rules.exits import deaths
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
+LONG_S = 5.0  # of a stall: native code that aborts does so sooner
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 
 
@@ -82,6 +94,18 @@ def _cannot_leave_its_call(evidence: Evidence, rank: RankEvidence) -> bool:
         return False
     has_ended = any(c.left > 0 for r in evidence.ranks if r is not rank for c in r.collectives if c.place == call.place)
     return computes_aside(rank) or (call.peer == -1 and has_ended)
+
+
+def aborted(evidence: Evidence) -> Finding | None:
+    """Find what a rank was blocked in when SIGABRT ended it, long after it had stalled: a watchdog or an operator sent it."""
+    dead = deaths(evidence)
+    if not dead or dead[0].signal != signal.SIGABRT or evidence.stalled_s < LONG_S:
+        return None
+    found = blocked(evidence)
+    if found is None:
+        return None
+    ended = f"after {evidence.stalled_s:.0f} s, {signal_text(dead[0].signal)} ended rank {dead[0].rank}"
+    return replace(found, reason=f"{found.reason}; {ended}")
 
 
 def in_transit(evidence: Evidence) -> Finding | None:
