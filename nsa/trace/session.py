@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from nsa.trace.board import Board
+from nsa.trace.calls import thread_starts
 from nsa.trace.calls.arguments import in_runs
 from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.calls.loaders import count_batches
@@ -52,6 +53,7 @@ class TraceSession:
         else:
             self.observer.install()
         count_batches(self.board)
+        thread_starts.install()
         note_own_end(self.board)
         os.register_at_fork(after_in_child=self._in_child)
 

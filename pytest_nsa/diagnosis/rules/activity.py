@@ -303,9 +303,9 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     files, loop = _library_files(rank), rank.loop
     if not any("/asyncio/" in file for file in files):
         return None
-    at = _executor_place(rank)
-    if at:
-        return Activity("io_stuck", f"waits in asyncio's loop for a thread of its executor, which is at {at}", 0.6, at)
+    thread = _executor_thread(rank)
+    if thread is not None:
+        return _in_executor(rank, thread)
     if loop is None:
         return Activity("io_stuck", "waits in asyncio's loop for something that does not arrive", 0.6)
     where = loop.tasks[0] if loop.tasks else ""
@@ -322,12 +322,25 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     return Activity("lock_deadlock", text, 0.8, where)
 
 
-def _executor_place(rank: RankEvidence) -> str:
-    """Return the location of an executor's thread that runs a call; '' where all its threads are idle."""
-    for thread in rank.threads:
-        if thread.runs_a_call and thread is not rank.stack:
-            return (thread.user_frame or thread.frames[0]).describe()
-    return ""
+def _executor_thread(rank: RankEvidence) -> ThreadStack | None:
+    """Return an executor's thread that runs a call; None where all its threads are idle."""
+    return next((thread for thread in rank.threads if thread.runs_a_call and thread is not rank.stack), None)
+
+
+def _in_executor(rank: RankEvidence, thread: ThreadStack) -> Activity:
+    """Return that an asyncio loop waits for an executor's thread: at the user's line in the thread, else at that of the task, which
+    gave the thread a library's function.
+    """
+    text = "waits in asyncio's loop for a thread of its executor"
+    if thread.user_frame is not None:
+        at = thread.user_frame.describe()
+        return Activity("io_stuck", f"{text}, which is at {at}", 0.6, at)
+    where = rank.loop.tasks[0] if rank.loop is not None and rank.loop.tasks else ""
+    frame = parts_of(where)
+    if where and re.search(r"\bsleep\b", rank.sources.line(frame[0], frame[1])):
+        return Activity("sleeping", f"{text}, which sleeps", 0.6, where)
+    inner = next((f for f in thread.frames if not f.is_ours), thread.frames[0]).describe()
+    return Activity("io_stuck", f"{text}, which is at {inner}", 0.6, where or inner)
 
 
 def _meets(rank: RankEvidence) -> Activity | None:
