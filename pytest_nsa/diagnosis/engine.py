@@ -99,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     speed.slow,
     absence.skipped_in_a_request,
     keys.unset,
+    stalls.late,
     stalls.blocked,
     stalls.in_transit,
     absence.not_entered,
