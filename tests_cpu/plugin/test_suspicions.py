@@ -50,6 +50,28 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     assert 3 <= suspected[0]["stalled_s"] <= 5
 
 
+POLL = """
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_samples(group):
+    found = []
+    if group.rank == 1:
+        collector = threading.Thread(target=lambda: None)  # it ends without a sample
+        collector.start()
+        collector.join()
+        while not found:
+            time.sleep(0.05)
+    dist.barrier()
+"""
+
+
+def test_a_pause_of_a_loop_is_not_what_to_take_out(pytester: pytest.Pytester) -> None:
+    verdict = run_example(pytester, POLL, "-o", "ranks_hang_after=4").verdicts["test_samples"]
+    assert (verdict.cause, verdict.ranks) == ("sleeping", (1,))
+    assert "`not found`" in verdict.advice
+    assert "no other thread" in verdict.reason
+
+
 EXECUTOR = """
 import asyncio
 

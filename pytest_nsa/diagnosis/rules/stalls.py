@@ -20,6 +20,7 @@ from pytest_nsa.diagnosis.rules.activity import Activity, activity_of, computes_
 from pytest_nsa.diagnosis.rules.exits import deaths, gave_up
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.words import polled
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 LONG_S = 5.0  # of a stall: native code that aborts does so sooner
@@ -63,6 +64,8 @@ def blocked(evidence: Evidence) -> Finding | None:
         does, rank = tuple(r for r in activities if activities[r] == activity), evidence.ranks[culprits[0]]
     who = describe_ranks(does, n)
     reason = f"{f'each of {who}'.replace(' all ', ' the ') if len(does) > 1 else who} {activity.description}"
+    condition, advice = polled(rank) if activity.cause == "sleeping" else ("", "")
+    reason += condition
     for holder in (h for h in culprits if h not in does):
         reason += f"; rank {holder} waits {doing(evidence.ranks[holder])}"
     if waiting:
@@ -71,10 +74,11 @@ def blocked(evidence: Evidence) -> Finding | None:
     for number, other in more:
         at = other.where or last_seen(evidence.ranks[number])
         reason += f"; a second cause: rank {number} {other.description} ({other.cause}, at {at})"
-    return found_on(
+    found = found_on(
         evidence, activity.cause, [evidence.ranks[r] for r in culprits], reason, activity.confidence,
         where=activity.where or last_seen(rank), module=owning_module(rank),
     )  # fmt: skip
+    return replace(found, advice=advice)
 
 
 def _with_holders(activity: Activity, ranks: Sequence[RankEvidence], world_size: int) -> Activity:
