@@ -37,12 +37,12 @@ def step_cost(modules: int, *, ddp: bool) -> dict[str, float]:
     """Return the microseconds that tracing adds to a step, and a bare step's."""
     from nsa.trace.session import installed
 
-    models = []
-    bare = torch.nn.Module.__call__, torch.autograd.backward
-    for _ in range(2):
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(modules)))
         model = DistributedDataParallel(model) if ddp else model
-        models.append((model, torch.optim.SGD(model.parameters(), lr=0.01)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    bare, untraced = (torch.nn.Module.__call__, torch.autograd.backward), make()
     x = torch.randn(4, 8)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -55,6 +55,7 @@ def step_cost(modules: int, *, ddp: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         session = installed()
         session.begin(folder, 0, 1)
+        models = make(), untraced
         traced = torch.nn.Module.__call__, torch.autograd.backward
         gc.collect()
         gc.freeze()

@@ -1,9 +1,11 @@
 """A DDP communication hook that reports each bucket and then reduces it exactly as DDP does without a hook."""
 
 # DDP compares a hook's annotations with classes, so they must not be postponed to strings here.
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,31 @@ def give_way_to_user_hooks() -> None:
 
     DistributedDataParallel.register_comm_hook = register_comm_hook
     DistributedDataParallel._register_builtin_comm_hook = register_builtin_comm_hook
+
+
+def hook_new_models() -> None:
+    """Register the hook with each DDP model that is made from now on, where no module's call is observed. Once per process."""
+    models: WeakSet[DistributedDataParallel] = WeakSet()
+    construct, backward = DistributedDataParallel.__init__, torch.autograd.backward
+
+    @functools.wraps(construct)
+    def constructed(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        try:
+            if ensure_hook(self) is not None:
+                models.add(self)
+        except Exception as error:  # an unusual model must run all the same
+            logger.warning("the reductions of DDP are not traced: %s: %s", type(error).__name__, error)
+
+    @functools.wraps(backward)
+    def noted_backward(*args: Any, **kwargs: Any) -> None:
+        for model in models:
+            note_kept_gradients(model)
+        backward(*args, **kwargs)
+
+    DistributedDataParallel.__init__ = constructed
+    torch.autograd.backward = noted_backward
+    give_way_to_user_hooks()
 
 
 def note_kept_gradients(root: torch.nn.Module) -> None:

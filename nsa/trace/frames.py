@@ -71,6 +71,16 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def program_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, bool]]:
+    """Yield the frames of the user and of libraries at and above ``frame``, innermost first, and whether each is the user's."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        is_user = is_user_file(name)
+        if is_user or _is_installed(name):
+            yield frame, is_user
+        frame = frame.f_back
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost user frame at or above ``frame``; None when there is none."""
     return next(user_frames(frame), None)
@@ -89,16 +99,26 @@ def call_site(depth: int = 1) -> str:
 
 
 CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are searched for them
-WITHIN = 3  # how many lines of a library between the user's and torch's function are named
+WITHIN = (
+    3  # how many lines of a library between the user's and torch's function are named: the innermost and the outermost
+)
 _LIBRARY_BYTES = 120  # of these lines: they share a field of the board with the callers
+_SCHEDULES = os.path.join("torch", "distributed", "pipelining", "")  # they make the user's calls, as a trainer does
 _FRAMEWORK = tuple(name + os.sep for name in ("torch", "_pytest", "pluggy"))
 
 
 @functools.cache
 def _is_of_a_library(filename: str) -> bool:
-    """Return whether a file is of an installed package, not of torch, this one or pytest."""
+    """Return whether a file is of an installed package, not of torch, this one or pytest; torch's schedules of pipelines are."""
+    name = _in_package(filename)
+    return _is_installed(filename) and (not name.startswith(_FRAMEWORK) or name.startswith(_SCHEDULES))
+
+
+@functools.cache
+def _is_installed(filename: str) -> bool:
+    """Return whether a file is of an installed package other than this one; torch and pytest are, too."""
     ours = filename.startswith((_HERE, _ROOT + "pytest_nsa" + os.sep))
-    return _INSTALLED.search(filename) is not None and not ours and not _in_package(filename).startswith(_FRAMEWORK)
+    return _INSTALLED.search(filename) is not None and not ours
 
 
 def _in_package(place: str) -> str:
@@ -129,7 +149,9 @@ def call_path(depth: int = 1, *, within: bool = False) -> tuple[str, str]:
             way += (id(code), frame.f_lasti)
             if len(frames) > CALLERS:
                 break
-        elif within and not frames and len(library) < WITHIN and _is_of_a_library(code.co_filename):
+        elif within and not frames and _is_of_a_library(code.co_filename):
+            if len(library) == WITHIN:
+                del library[1]
             library.append(frame)
             way += (id(code), frame.f_lasti)
         left -= bool(frames)

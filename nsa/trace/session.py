@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 from nsa.trace.board import Board
+from nsa.trace.calls import thread_starts
 from nsa.trace.calls.arguments import in_runs
 from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.calls.loaders import count_batches
+from nsa.trace.ddp_buckets import hook_new_models
 from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.events import mute, record
 from nsa.trace.files import monotonic, sleep
@@ -24,7 +26,10 @@ _current: TraceSession | None = None
 
 
 def is_light() -> bool:
-    """Return whether modules, gradients and phases are not traced, only collectives and heartbeat. ValueError for another level."""
+    """Return whether modules, gradients and phases are not traced, only collectives (DDP's, too) and heartbeat.
+
+    ValueError for another level.
+    """
     level = os.environ.get(LEVEL) or "full"
     if level not in LEVELS:
         raise ValueError(f"{LEVEL}={level!r}: must be full or light")
@@ -43,9 +48,12 @@ class TraceSession:
         self.observer = Observer(self.board)
         self.recorder.install()
         self.is_light = is_light()
-        if not self.is_light:
+        if self.is_light:
+            hook_new_models()
+        else:
             self.observer.install()
         count_batches(self.board)
+        thread_starts.install()
         note_own_end(self.board)
         os.register_at_fork(after_in_child=self._in_child)
 

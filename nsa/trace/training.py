@@ -51,7 +51,7 @@ class TracedTraining:
             raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
         _refuse_folder_in_use(self.folder)
         # Files of an earlier run.
-        for old in ("events.jsonl", "stall.json", "standing.json", "stacks.txt", FATAL, TERMINATED):
+        for old in ("events.jsonl", "stall.json", "standing.json", "counters.json", "stacks.txt", FATAL, TERMINATED):
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}

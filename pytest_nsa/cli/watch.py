@@ -27,6 +27,7 @@ from pytest_nsa.monitor.announce_delay import WAITED_FOR_S, AnnounceDelay
 from pytest_nsa.monitor.announcements import announcement, stalled_for
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
+from pytest_nsa.monitor.second_look import await_counters
 from pytest_nsa.monitor.stall import StallClock
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
@@ -62,6 +63,7 @@ class Watcher:
     _stall: StallClock = field(default_factory=StallClock)
     _gone: set[int] = field(default_factory=set)
     _delay: AnnounceDelay = field(default_factory=AnnounceDelay)
+    _has_counters: bool = False  # the ranks were asked for the counters of their loops in this stall
     _printed: object = None  # the finding that `lines` returned last
     # By rank that was seen alive: whether its process is this user's.
     _is_own: dict[int, bool] = field(default_factory=dict)
@@ -103,22 +105,37 @@ class Watcher:
                 self._gone.add(rank)
                 with contextlib.suppress(OSError):  # a folder that can only be read
                     note(self.log, "gone", rank=rank)
-                evidence = self._load()
-                self.finding = None if evidence is None else suspect(evidence)
+                self.finding, _ = self._suspect()
         waited = self.watch.longest_wait
         if waited < GRACE_S and not self._gone:
             self._stall.reset()
-            self.finding = None
+            self.finding, self._has_counters = None, False
         elif self._stall.look(self._alive(), waited):
             with contextlib.suppress(OSError):
                 self._note(waited)
-            evidence = self._load()
-            found = None if evidence is None else suspect(evidence)
+            found, evidence = self._suspect()
             if evidence is not None and found is not None and not self._gone:
                 is_due = self._delay.is_due(found, evidence, self.watch.past, stalled_for(found, self.watch))
                 found = found if is_due else None
             self.finding = found
         return (before and before.key) != (self.finding and self.finding.key)
+
+    def _suspect(self) -> tuple[Finding | None, Evidence | None]:
+        """Return what the rules find, and the evidence that it rests on: where no rank can go on, with the loops' counters."""
+        evidence = self._load()
+        found = None if evidence is None else suspect(evidence)
+        if (
+            evidence is None
+            or found is None
+            or not found.ends_the_test
+            or self._has_counters
+            or self._scratch is not None
+        ):
+            return found, evidence
+        self._has_counters = True
+        await_counters(self.folder / f"rank{rank}" for rank in self._alive())
+        evidence = self._load()
+        return None if evidence is None else suspect(evidence), evidence
 
     def _load(self) -> Evidence | None:
         """Return the folder's evidence; None if it cannot be read, with the reason in `unread`."""

@@ -15,9 +15,8 @@ class Cause:
     """A cause that a verdict may name.
 
     ``outcome`` is the outcome of every verdict of this cause; '' if it follows from how the test ended. ``of_the_rank``: the
-    model has no part in it. ``unmet``: other ranks wait for a call that is never made, so an abort among them is a consequence.
-    ``at_work``: the rank computes, so it is announced later. ``retry``: whether a second run may help: 'never' if the program
-    causes it, 'once' if it may not recur, 'elsewhere' if the machine may cause it.
+    model has no part in it. ``at_work``: the rank computes, so it is announced later. ``retry``: whether a second run may help:
+    'never' if the program causes it, 'once' if it may not recur, 'elsewhere' if the machine may cause it.
     """
 
     name: str
@@ -26,7 +25,6 @@ class Cause:
     advice: str
     outcome: Literal["", "FAIL", "CRASH", "SLOW"] = ""
     of_the_rank: bool = False
-    unmet: bool = False
     at_work: bool = False
     retry: Literal["never", "once", "elsewhere"] = "never"
 
@@ -41,10 +39,10 @@ _speed = partial(Cause, chapter="Speed")
 _else = partial(Cause, chapter="Else")
 
 _REGISTRY = (
-    _order(name="skipped_collective", of_the_rank=True, unmet=True,
+    _order(name="skipped_collective", of_the_rank=True,
            summary="a rank went on without a collective that the others wait in.",
            advice="make every rank reach this call the same number of times, or take it out on all ranks"),
-    _order(name="extra_collective", of_the_rank=True, unmet=True,
+    _order(name="extra_collective", of_the_rank=True,
            summary="a rank entered a collective that no other rank entered.",
            advice="take the extra call out, or make every rank reach it"),
     _order(name="collective_mismatch", of_the_rank=True,
@@ -56,7 +54,7 @@ _REGISTRY = (
     _order(name="p2p_unmatched", of_the_rank=True,
            summary="a send or receive has no other half.",
            advice="pair each send with a receive and wait for each Work; where both ranks receive first, let one send first"),
-    _order(name="missing_collective", unmet=True,
+    _order(name="missing_collective",
            summary="others wait in a collective, or for a key, that a rank never reached; nothing more is known of that rank.",
            advice="look at the rank's location: it never reached the call that the others wait in"),
     _rank(name="rank_exception", outcome="FAIL", of_the_rank=True,

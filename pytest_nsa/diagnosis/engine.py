@@ -23,6 +23,7 @@ from pytest_nsa.diagnosis.rules import (
     absence,
     autograd,
     calls,
+    consequences,
     exits,
     groups,
     keys,
@@ -86,10 +87,12 @@ RULES: tuple[Rule, ...] = (
     numbers.nan_loss,
     wrapped.ordered_otherwise_before,
     numbers.diverged_before,
+    consequences.raised_after_a_skip,
     exits.rank_raised,
     payloads.aborted_in_different_calls,
     payloads.aborted,
     payloads.received_another_size,
+    stalls.aborted,
     exits.rank_died,
     exits.rank_gone,
     exits.rank_exited,
@@ -100,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     speed.slow,
     absence.skipped_in_a_request,
     keys.unset,
+    stalls.late,
     stalls.blocked,
     stalls.in_transit,
     absence.not_entered,
@@ -128,7 +132,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 # Modules of rules on waits, which may be the consequence of an exception that a rank still handles.
-_OF_STALLS = ("calls", "groups", "messages", "absence", "keys", "stalls", "speed", "autograd")
+_OF_STALLS = ("calls", "groups", "messages", "absence", "consequences", "keys", "stalls", "speed", "autograd")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
@@ -298,10 +302,8 @@ def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
     cause = CAUSES[finding.cause]
     if cause.outcome:  # regardless of why the others were stopped
         return cause.outcome
+    if any(r.fatal_signal and (not evidence.stop or r.exit_time < evidence.stop_time) for r in evidence.ranks):
+        return "CRASH"  # whatever the others did until they were stopped, which depends on the machine's load
     if evidence.stop in ("departed", "left_alone", "certain", "deadline", "hang_after", "start"):
         return "HANG"
-    fell = {r.rank for r in evidence.ranks if r.fatal_signal}
-    if fell:
-        # Gloo may abort a rank that receives an unexpected message; without the abort the ranks would wait forever.
-        return "HANG" if cause.unmet and not fell & set(finding.ranks) else "CRASH"
     return "HANG" if evidence.stop == "host_died" and evidence.stalled_s else "FAIL"

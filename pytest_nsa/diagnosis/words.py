@@ -13,8 +13,9 @@ from pytest_nsa.diagnosis.explain.keys import key_of
 from pytest_nsa.diagnosis.explain.locations import parts_of
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.messages import END, KEY
+from pytest_nsa.diagnosis.explain.source import polled_condition
 from pytest_nsa.diagnosis.explain.terms import OWN, SHARED
-from pytest_nsa.diagnosis.facts import doing, racing
+from pytest_nsa.diagnosis.facts import doing, racing, user_frame
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.stacks import Frame
@@ -165,6 +166,22 @@ def who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
     if rank.rank in holders:
         return ", which it holds itself"
     return f", which rank {holders[0]} holds" if holders else ""
+
+
+def polled(rank: RankEvidence) -> tuple[str, str]:
+    """Return the condition of the loop in which a rank sleeps, as ', while `not self.buffer`', and an advice; ('', '') without one.
+
+    Where it is in memory, and the rank has no other thread and no child, nothing in the rank can change it.
+    """
+    frame = user_frame(rank)
+    condition, is_of_memory = polled_condition(rank.sources, frame.describe()) if frame is not None else ("", False)
+    if not condition:
+        return "", ""
+    others = [t for t in rank.threads if not (t.is_main or t.is_ours)]
+    is_alone = is_of_memory and bool(rank.threads) and not others and not rank.process.get("children")
+    alone = ", which no other thread of the rank is there to change" if is_alone else ""
+    advice = f"find what should end `{condition}`, and why it did not: the sleep is a pause of that loop"
+    return "" if rank.looked_for else f", while `{condition}`{alone}", advice
 
 
 def looked_for(rank: RankEvidence) -> str:

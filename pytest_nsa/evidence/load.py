@@ -6,15 +6,16 @@ import contextlib
 import gc
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
-from pytest_nsa.evidence.first_gone import mark_first_gone
-from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
+from pytest_nsa.evidence.counters import counters_of, reported
+from pytest_nsa.evidence.first_gone import last_beat, mark_first_gone, stalled_until_the_end
+from pytest_nsa.evidence.native import fatal_signal, innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
@@ -80,7 +81,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         ranks=with_job_numbers(ranks),
         stop=stop.get("reason", "host_died" if refused or not has_ended else ""),
         stopped_by=stop.get("by", ""),
-        stalled_s=stop.get("stalled_s", 0.0),
+        stalled_s=stop.get("stalled_s", 0.0) if host else stalled_until_the_end(ranks),
         moved_at_stop=stop.get("moved", False),
         duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
         started=started,
@@ -176,14 +177,15 @@ def _read_rank(
     board = BoardReader(folder / "board.bin").read()
     if board is not None and raised and not board.numbers.get("blocked_in"):
         board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
-    counters, dump = parse(_text(folder / "counters.json")), _text(folder / "stacks.txt")
-    frames = _reported(counters, "frames", is_counted)
+    counters, dump = counters_of(folder, board, woken), _text(folder / "stacks.txt")
+    fatal = _text(folder / "fatal.txt")
+    frames = reported(counters, "frames", is_counted)
     machine = str(start.get("machine", ""))
     return RankEvidence(
         rank=rank,
         exit_code=exit_event.get("code") if not exit_event.get("signal") and not exit_event.get("by_us") else None,
-        signal=exit_event.get("signal", 0),
-        exit_time=exit_event.get("time", 0.0),
+        signal=exit_event.get("signal", 0) if exit_event else fatal_signal(fatal),
+        exit_time=exit_event.get("time", 0.0) if exit_event or not fatal else last_beat(board),
         by_us=exit_event.get("by_us", False),
         finished=bool(done),
         passed=done.get("passed", False),
@@ -202,7 +204,7 @@ def _read_rank(
         native_absent=_first(seen["native"]).get("absent", ""),
         abort_message=read_abort_message(folder / "output.log", exit_event.get("signal", 0)),
         children_threads=parse_children(dump),
-        fatal=parse_dump(_text(folder / "fatal.txt"), origin),
+        fatal=parse_dump(fatal, origin),
         reports=tuple(read_reports(folder / "reports.jsonl")),
         heartbeats=tuple(read_beats(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=tuple(start.get("notes", ())),
@@ -227,7 +229,7 @@ def _read_rank(
         memory_mib=start.get("memory_mib", 0.0),
         counters=(raised[0].counters if raised else ()) or _counted(frames),
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
-        looked_for=tuple(_reported(counters, "files", is_looked_for)),
+        looked_for=tuple(reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_key_uses(of["key_set"], own.get("keys", ())),
         keys_awaited=_key_uses(of["key_awaited"], own.get("keys_awaited", ())),
@@ -336,12 +338,6 @@ def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
     return own if own["time"] >= until - stalled_s - 1.0 else {}
 
 
-def _reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Mapping[str, Any]]:
-    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] without any."""
-    found = counters.get(name) if isinstance(counters, dict) else None
-    return found if isinstance(found, list) and all(map(check, found)) else []
-
-
 def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
     return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)
 
@@ -396,6 +392,11 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
             yield files[match["file"]], int(match["line"])
     stacks = dict.fromkeys(rank.stack for rank in evidence.ranks if rank.stack is not None)
     yield from dict.fromkeys((f.file, f.line) for stack in stacks for f in stack.test_frames if f.is_in_package)
+    # Functions of torch in which ranks are at different lines, as a schedule's of a pipeline.
+    lines: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for frame in {f for stack in stacks for f in stack.test_frames if not (f.is_user or f.is_ours)}:
+        lines[frame.file, frame.function].add(frame.line)
+    yield from ((file, line) for (file, _), at in sorted(lines.items()) if len(at) > 1 for line in sorted(at))
 
 
 def find_test_folders(folder: Path) -> list[Path]:

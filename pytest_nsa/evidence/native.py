@@ -9,6 +9,11 @@ from pathlib import Path
 from pytest_nsa.wire.files import read_end
 
 END = 1 << 16  # bytes of an output
+_FATAL = "Fatal Python error: "
+_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
+}  # fmt: skip
 
 # `    at::native::add (libtorch_cpu.so)`, `    forward (model.py:12)`
 _FRAME = re.compile(r"^\s+(?P<symbol>\S.*?) \((?P<place>[^()]*)\)$")
@@ -33,6 +38,12 @@ def innermost_symbol(text: str) -> str:
                 return ""
             return f"{match['symbol'][:120]} in {match['place']}"
     return ""
+
+
+def fatal_signal(dump: str) -> int:
+    """Return the signal that ended a process, by the first line of faulthandler's dump; 0 without one."""
+    first = dump.partition("\n")[0].removeprefix(_FATAL)
+    return _SIGNALS.get(first.replace("-", " ").strip(), 0) if dump.startswith(_FATAL) else 0
 
 
 def read_abort_message(output: Path, ended_by: int) -> str:

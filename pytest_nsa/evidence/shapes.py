@@ -124,7 +124,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "unread_bytes?": is_number, "unsent_bytes?": is_number, "sockets?": is_number, "wchan": is_text,
         "children?": _list_of(is_text), "ended?": _list_of(is_text),
         "wants_cpu?": is_flag, "held_by?": _list_of(_int), "locked_by?": _list_of(_int), "waits_for_lock?": is_text,
-        "open_and_locked?": is_text, "reads_from_parent?": is_flag,
+        "open_and_locked?": is_text, "holds_locks?": _list_of(is_text), "reads_from_parent?": is_flag,
     },
     "start": {"notes?": _list_of(is_text), "machine?": is_text, "memory_mib?": is_number, "libraries?": _list_of(is_text)},
     "done": {"passed": is_flag, "pid?": _int, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},

@@ -130,7 +130,12 @@ def waits_for_a_result(frames: Sequence[Frame], line: str) -> bool:
     """
     if not frames:
         return False
-    return frames[0].function == _ENGINE or (frames[0].is_user and bool(_FOR_A_RESULT.search(line)))
+    return is_in_engine(frames) or (frames[0].is_user and bool(_FOR_A_RESULT.search(line)))
+
+
+def is_in_engine(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread is in autograd's engine, which waits for DDP's reductions where the model has them."""
+    return bool(frames) and frames[0].function == _ENGINE
 
 
 def _is_recorder(frame: Frame) -> bool:

@@ -11,6 +11,7 @@ from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announce_delay import AnnounceDelay, may_act
 from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.monitor.second_look import await_counters
 from pytest_nsa.system.clock import monotonic, wall_clock
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
@@ -34,6 +35,9 @@ class Suspicions:
         try:
             evidence = with_sources(load(self.folder))
             found = suspect(evidence)
+            if found is not None and found.ends_the_test:
+                evidence = with_counters(evidence)
+                found = suspect(evidence)
             if found is not None:
                 if found.ends_the_test and may_act(evidence):
                     found = replace(found, certain=False, is_permanent=False)
@@ -71,6 +75,12 @@ class Suspicions:
         if at_work and not found.ends_the_test:
             what = f"the test has {left:.0f} s left"
         return announcement(found, test, who, seconds, what, at_work=at_work)
+
+
+def with_counters(evidence: Evidence) -> Evidence:
+    """Return the evidence with the counters of the loops that the ranks are in: what ends a test shall rest on them."""
+    await_counters(rank.folder for rank in evidence.ranks if not rank.finished)
+    return with_sources(load(evidence.folder))
 
 
 def may_act_in(folder: Path) -> bool:

@@ -21,7 +21,8 @@ from pytest_nsa.wire.files import append, read_text, touch
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
-COUNTERS_REQUEST = "counters.asked"  # nsa/trace/stall/counters.py looks for it
+COUNTERS_REQUEST = "counters.asked"  # nsa/trace/stall/counters.py looks for it, and deletes it with its answer
+ANSWER_S = 0.5  # for an answer; a rank that holds the GIL gives none
 DUMP_REQUEST = "dump.asked"  # nsa/trace/stall/heartbeat.py looks for it
 BEAT_S = 0.06  # within which a heartbeat finds the request
 DUMP_WAIT_S = 2.0
@@ -46,6 +47,17 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
 def request_counters(folders: Iterable[Path]) -> None:
     """Request the counters of the loops that ranks are in from their heartbeats, by a file in each folder."""
     _leave_files(folders, COUNTERS_REQUEST)
+
+
+def await_counters(folders: Iterable[Path]) -> None:
+    """Request the counters, and wait until the heartbeats of all these ranks have answered, `ANSWER_S` at most."""
+    waiting = list(folders)
+    request_counters(waiting)
+    began = clock_gettime(CLOCK_MONOTONIC)
+    while (waiting := [f for f in waiting if (f / COUNTERS_REQUEST).exists()]) and clock_gettime(
+        CLOCK_MONOTONIC
+    ) - began < ANSWER_S:
+        sleep(0.02)
 
 
 def pause_heartbeats(folders: Iterable[Path]) -> None:

@@ -36,9 +36,13 @@ def _runtime_folder() -> Path | None:
 
 def default_folder() -> Path:
     """Make and return the folder of this user's lock files. Raises PermissionError if another user has made it."""
+    return own_folder(folder_of_leases())
+
+
+def folder_of_leases() -> Path:
+    """Return the folder of this user's lock files, whether it exists or not."""
     base = _runtime_folder()
-    folder = base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
-    return own_folder(folder)
+    return base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
 
 
 @dataclass(kw_only=True)

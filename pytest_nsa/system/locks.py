@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.system.leases import folder_of_leases
 from pytest_nsa.system.procfs import text_of
+
+MOST = 8  # locks of a rank that are recorded
 
 
 def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     """Return, per rank of ``pids`` (rank -> pid), the file of the lock that it waits for (``waits_for_lock``) and the ranks that
     hold it (``held_by``); and a file that it has open while another rank holds a lock on it (``open_and_locked``, ``locked_by``):
-    the rank may poll for that lock. Two shared locks do not exclude each other. Ranks without both are skipped.
+    the rank may poll for that lock. ``holds_locks`` are the files on which the rank itself holds a lock that is not shared: a rank
+    that polls may close its file between two attempts. Two shared locks do not exclude each other. Ranks with none of these are
+    skipped.
     """
     held: dict[str, list[tuple[int, bool]]] = {}  # by file: (pid, whether its lock is shared)
     waited: dict[str, list[int]] = {}
@@ -30,6 +35,7 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     if not any(pid in ranks for several in (*holding, *waited.values()) for pid in several):
         return {}  # saves a look at the open files of many ranks
     found: dict[int, dict[str, Any]] = {}
+    leases = folder_of_leases()  # ranks lock the GPUs and cores that they use
     for pid, rank in ranks.items():
         wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
         paths, facts = _open_files(pid), dict[str, Any]()
@@ -44,6 +50,10 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
         if wanted:
             facts["waits_for_lock"] = paths.get(wanted, "a file")
             facts["held_by"] = sorted({ranks[p] for p, _ in held.get(wanted, ()) if p in ranks})
+        own = [paths[i] for i, holders in held.items() if i in paths and (pid, False) in holders]
+        own = sorted({path for path in own if not path.startswith(f"{leases}/")})[:MOST]
+        if own:
+            facts["holds_locks"] = own
         if facts:
             found[rank] = facts
     return found

@@ -12,7 +12,7 @@ from nsa.trace.frames import is_user_file
 from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
-from pytest_nsa.evidence.native import abort_message, innermost_symbol
+from pytest_nsa.evidence.native import abort_message, fatal_signal, innermost_symbol
 from pytest_nsa.evidence.stacks import Frame, parse_dump, thread_that_shows
 from pytest_nsa.evidence.waiting import computes, share_of_main
 from pytest_nsa.system.gpu import look_at_gpus
@@ -94,6 +94,60 @@ def test_a_rank_computes_by_all_its_samples_if_it_still_wants_the_cpu(tmp_path: 
     (rank,) = load(folder).ranks
     assert share_of_main(rank.process) == pytest.approx(share, abs=0.02)
     assert computes(rank.process) == (state == "R")
+
+
+def test_a_rank_that_is_idle_in_a_backward_is_not_the_one_that_is_missing(tmp_path: Path) -> None:
+    """It may wait in a reduction that nothing recorded, as a hook of C++ makes it."""
+    folder = make_folder(tmp_path / "t", world_size=3)
+    idle = {"state": "S", "cpu_share": 0.0, "wchan": "futex_do_wait"}
+    lines = [{"event": "stop", "time": 9.0, "reason": "deadline", "stalled_s": 4.0}]
+    lines += [{"event": "process", "time": 9.0, "rank": rank, **idle} for rank in range(3)]
+    lines += [{"event": "exit", "time": 9.1, "rank": rank, "code": 0, "signal": 9, "by_us": True} for rank in range(3)]
+    (folder / "host.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    board = Board(folder / "rank2" / "board.bin", rank=2, world_size=3)
+    index = board.enter("barrier", "0", 1, "", 0, "/home/me/train.py:50 in main", size=3)
+    board.number("blocked_in", index + 1)
+    for rank in (0, 1):
+        (folder / f"rank{rank}" / "stacks.txt").write_text(
+            DUMP.replace('  File "/home/me/model.py", line 12 in backward\n', "")
+        )
+    verdict = diagnose(load(folder))
+    assert verdict.cause != "missing_collective"
+
+
+@pytest.mark.parametrize(("looks", "expected"), [(200, ("HANG", "sleeping", (1,))), (5, ("CRASH", "rank_died", (1,)))])
+def test_a_signal_that_ends_a_stall_of_a_training_is_not_its_cause(
+    tmp_path: Path, looks: int, expected: tuple[str, str, tuple[int, ...]]
+) -> None:
+    """No process watched it: the signal is in the dump of faulthandler, and the stall in what the heartbeats saw."""
+    folder = make_folder(tmp_path / "t")
+    for rank, beat in ((0, 10.0), (1, 9.9)):
+        board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=2)
+        board.number("still_looks", looks)
+        board.number("beat_time", beat)
+        if rank == 0:
+            index = board.enter("allreduce", "0", 1, "float32", 4, "/home/me/train.py:12 in main", size=2)
+            board.number("blocked_in", index + 1)
+    dump = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 9 in main\n'
+    (folder / "rank0" / "terminated.txt").write_text(dump)
+    (folder / "rank1" / "fatal.txt").write_text(f"Fatal Python error: Aborted\n\n{dump}")
+    kept = {"file": "/home/me/train.py", "first": 8, "text": "def main():\n    time.sleep(1000)\n"}
+    (folder / "source.jsonl").write_text(json.dumps(kept) + "\n")
+    evidence = load(folder)
+    assert [rank.signal for rank in evidence.ranks] == [0, 6]
+    verdict = diagnose(evidence)
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("Fatal Python error: Aborted", 6), ("Fatal Python error: Segmentation fault", 11), ("Fatal Python error: Bus error", 7),
+        ("Fatal Python error: Floating-point exception", 8), ("Fatal Python error: something else", 0), ("", 0),
+    ],
+)  # fmt: skip
+def test_the_signal_in_a_dump_of_a_fatal_error(line: str, number: int) -> None:
+    assert fatal_signal(f"{line}\n\nThread 0x1 (most recent call first):\n") == number
 
 
 def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def test_a_loop_that_nothing_counts_is_gone_round_from_the_latest_common_call() 
     # At the line of the latest common call it is assumed, and said.
     found = compare(sources(text), at("start"), at("end"), latest("start"))
     assert (found.order, found.is_assumed) == (Order.AFTER, True)
+    # A rank has made one round more, as its own calls count them.
+    assert compare(sources(text), at("start"), at("step"), latest("step")).order is Order.BEFORE
+    assert compare(sources(text), at("start"), at("step"), latest("step"), rounds=(1, 0)).order is Order.AFTER
 
 
 def test_without_its_source_a_place_is_not_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 
@@ -40,6 +41,25 @@ def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: di
     assert expected.allows(verdict.where, planted_module(module)), verdict.where
     assert expected.reason in verdict.reason
     assert verdict.rule
+
+
+def test_without_counters_no_certain_verdict_is_wrong(recorded: dict[str, dict[str, Path]]) -> None:
+    """As in a training that is only watched, and where a rank holds the GIL: less is known, and less is certain."""
+    for module in MODULES:
+        for name, expected in faults(module).items():
+            evidence = load(recorded[module][name])
+            ranks = tuple(r if r.exceptions else replace(r, counters=()) for r in evidence.ranks)
+            verdict = diagnose(replace(evidence, ranks=ranks))
+            assert not verdict.certain or (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), name
+
+
+def test_a_rank_that_fell_before_the_stop_makes_it_a_crash(recorded: dict[str, dict[str, Path]]) -> None:
+    """Gloo aborts a rank that receives an unexpected message: whether the others still waited when they were stopped is chance."""
+    evidence = load(recorded["collectives_on_devices"]["test_another_size"])
+    assert evidence.stop
+    assert diagnose(evidence).outcome == "CRASH"
+    late = tuple(replace(r, exit_time=evidence.stop_time + 0.1) for r in evidence.ranks)
+    assert diagnose(replace(evidence, ranks=late)).outcome == "HANG"
 
 
 def test_no_verdict_depends_on_words(recorded: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:

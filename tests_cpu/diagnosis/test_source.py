@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.diagnosis.explain.source import calls_nothing, loops_of
+from pytest_nsa.diagnosis.explain.source import calls_nothing, loops_of, polled_condition
 from pytest_nsa.evidence.source import FILE, Snippet, Sources, read_sources, record_sources
 from pytest_nsa.testing import run_example
 
@@ -107,3 +107,20 @@ def test_a_caller_s_path_is_given_where_one_file_has_its_name() -> None:
     assert sources.with_path("/repo/b.py:4 in f") == "/repo/b.py:4 in f"
     assert sources.with_path("a.py:40 in f") == "a.py:40 in f"
     assert sources.with_path("") == ""
+
+
+@pytest.mark.parametrize(
+    ("loop", "condition", "is_of_memory"),
+    [
+        ("while not self.items:", "not self.items", True), ("while len(self.items) < n:", "len(self.items) < n", True),
+        ("while not path.exists():", "not path.exists()", False), ("for _ in range(n):", "", False),
+    ],
+)  # fmt: skip
+def test_the_condition_of_a_loop_that_pauses(loop: str, condition: str, is_of_memory: bool) -> None:
+    text = f"def take(self, n, path):\n    {loop}\n        time.sleep(1)\n"
+    assert polled_condition(Sources([Snippet("/a.py", 1, text)]), "/a.py:3 in take") == (condition, is_of_memory)
+
+
+def test_the_condition_that_leaves_an_endless_loop() -> None:
+    text = "def take(self):\n    while True:\n        if self.items:\n            return\n        time.sleep(1)\n"
+    assert polled_condition(Sources([Snippet("/a.py", 1, text)]), "/a.py:5 in take") == ("not self.items", True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import re
+import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -347,3 +350,43 @@ def test_native_code_holds_the_gil(group: Group) -> None:
 @planted("gil_held", [0], family="busy", origin="first corpus")
 def test_native_code_holds_the_gil_in_backward(ddp: DDP) -> None:
     train_with(ddp, 0, backward=lambda: ctypes.PyDLL(None).usleep(999_999_999))
+
+
+def hold_while_main_is_in_a_collective(native, store):
+    """Call native code that keeps the GIL, once the main thread is in a collective; the others come to it then."""
+    main = threading.main_thread().ident
+    while not any(is_of_torch(frame) for frame in frames_of(sys._current_frames()[main])):
+        time.sleep(0.01)
+    store.set("is held", "")
+    native()  # HERE
+
+
+def frames_of(frame):
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_of_torch(frame):
+    return frame.f_code.co_filename.endswith("distributed_c10d.py") and frame.f_code.co_name != "broadcast"
+
+
+def reduce_while_a_thread_holds_the_gil(group, culprit, native):
+    store, x = dist.distributed_c10d._get_default_store(), torch.ones(4)
+    dist.broadcast(x, 0)
+    if group.rank == culprit:
+        threading.Thread(target=hold_while_main_is_in_a_collective, args=(native, store), daemon=True).start()
+    else:
+        store.wait(["is held"])
+    for _ in range(3):
+        dist.all_reduce(x)  # HERE
+
+
+@planted("gil_held", [2], n=4, marked=True, reason="side thread", family="busy", origin="threads 2026-11-29")
+def test_a_pattern_in_a_thread_keeps_the_gil_from_a_collective(group):
+    reduce_while_a_thread_holds_the_gil(group, 2, lambda: re.match(r"(a?){40}a{40}", "a" * 40))  # HERE
+
+
+@planted("gil_held", [1], n=3, marked=True, reason="side thread", family="busy", origin="threads 2026-11-29")
+def test_an_idle_call_in_a_thread_keeps_the_gil_from_a_collective(group):
+    reduce_while_a_thread_holds_the_gil(group, 1, lambda: ctypes.PyDLL(None).sleep(1000))  # HERE

@@ -185,3 +185,60 @@ def test_calls_that_are_begun_in_another_order_from_a_step_on(group):
         before = begun
     for work in before:
         work.wait()
+
+
+WANTED = (("a", "b"), ("c",), ("d", "e"), ("a", "f"), ("b",), ("g",))
+
+
+def serve(group, evicts):
+    """What is not cached is broadcast; a rank that ``evicts`` forgets a key that the others keep."""
+    known, x = set(), torch.ones(3)
+
+    def fetch(key):
+        if key not in known:
+            dist.broadcast_object_list([key], 0)  # HERE
+            known.add(key)
+
+    for request in range(6):
+        for _, key in enumerate(WANTED[request]):
+            dist.all_reduce(x)
+            fetch(key)
+        if group.rank in evicts and request == 2:
+            known.discard("a")
+
+
+@planted("extra_collective", [3], n=4, marked=True, family="extra", origin="caches 2026-11-29")
+def test_a_key_that_one_rank_has_evicted(group):
+    """The loops' counters show that rank 3 is behind: it has passed no call over."""
+    serve(group, evicts=(3,))
+
+
+@planted("skipped_collective", [2], n=4, marked=True, family="skip", origin="caches 2026-11-29")
+def test_a_key_that_all_ranks_but_one_have_evicted(group):
+    serve(group, evicts=(0, 1, 3))
+
+
+class Saved:
+    """The steps of two models that are on the disk, as a rank remembers them."""
+
+    def __init__(self):
+        self.steps = {"policy": [2, 4], "critic": [2, 4]}
+
+    def save(self, name, step, rank):
+        if step % 2 or step in self.steps[name]:
+            return
+        dist.all_gather_object([None] * dist.get_world_size(), (rank, step))  # HERE
+        self.steps[name].append(step)
+
+
+@planted("extra_collective", [0], n=4, marked=True, family="extra", origin="caches 2026-11-29")
+def test_a_list_of_saved_steps_that_one_rank_alone_shortens(group):
+    """A model that goes back to an earlier step saves it again, where the rank that shortens its list does; the others pass it over."""
+    saved, gradient = Saved(), torch.ones(4)
+    for tick in range(8):
+        for name, step in (("policy", tick + 1), ("critic", 1 + (tick + 4) % 7)):
+            for part in gradient.split(2):
+                dist.all_reduce(part)
+            saved.save(name, step, group.rank)
+        if group.rank == 0:
+            saved.steps = {name: steps[-1:] for name, steps in saved.steps.items()}

@@ -244,7 +244,7 @@ def test_a_file_is_polled_for_while_all_have_one_database_open(group, tmp_path):
 
 
 @planted(
-    "lock_deadlock", [0, 1], n=2, marked=True, reason="polls for a lock on", family="lock", origin="review 2026-11-28"
+    "lock_deadlock", [0], n=2, marked=True, reason="polls for a lock on", family="lock", origin="review 2026-11-28"
 )
 def test_two_write_to_a_database_in_wal_mode(group, tmp_path):
     """Each has a shared lock on the database's index, too."""

@@ -305,3 +305,81 @@ def test_a_fixture_gathers_after_a_division_by_zero(counted):
         dist.broadcast(count, 1)
         share = 1 / (2 - step) if group.rank == 0 else 1.0  # HERE
         dist.all_reduce(torch.full((2,), share))
+
+
+def mean_of(values):
+    if not values:
+        return 0.0
+    total = torch.tensor([sum(values), float(len(values))])
+    dist.all_reduce(total)  # HERE
+    return float(total[0] / total[1])
+
+
+@planted("skipped_collective", [0], marked=True, family="skip", origin="first tests of a user 2026-11-29")
+def test_a_rank_without_values_returns_early_and_asserts(group):
+    assert mean_of([1.0, 2.0] if group.rank else []) == 1.5
+
+
+@planted("skipped_collective", [2], n=3, marked=True, family="skip", origin="first tests of a user 2026-11-29")
+def test_a_rank_without_values_in_a_round_compares_tensors(group):
+    for step in range(4):
+        mean = mean_of([] if (group.rank, step) == (2, AT) else [1.0])
+        torch.testing.assert_close(torch.tensor(mean), torch.tensor(1.0))
+
+
+@planted("skipped_collective", [1], n=4, marked=True, family="skip", origin="first tests of a user 2026-11-29")
+def test_a_rank_that_is_selected_asserts_in_a_finally(group):
+    x = torch.ones(1)
+    try:
+        if group.rank != 1:
+            dist.all_reduce(x)  # HERE
+    finally:
+        assert x.item() == 4
+
+
+@pytest.fixture
+def collected():
+    """What a test collects has all ranks' shares."""
+    found: list[float] = []
+    yield found
+    assert found == [2.0]
+
+
+@planted("skipped_collective", [1], marked=True, family="skip", origin="first tests of a user 2026-11-29")
+def test_a_fixture_asserts_what_a_rank_has_not_reduced(group, collected):
+    x = torch.ones(1)
+    if group.rank == 0:
+        dist.all_reduce(x)  # HERE
+    collected.append(x.item())
+
+
+@planted("rank_exception", [1], marked=True, family="raise", origin="first tests of a user 2026-11-29")
+def test_an_assertion_in_a_with_that_meets_at_its_end(group):
+    with phase_that_meets():
+        assert group.rank == 0  # HERE
+
+
+@contextlib.contextmanager
+def phase_that_meets():
+    yield
+    dist.barrier()
+
+
+@planted("rank_exception", [1], marked=True, family="raise", origin="first tests of a user 2026-11-29")
+def test_an_assertion_after_an_exception_before_the_call(group):
+    x = torch.ones(1)
+    try:
+        if group.rank == 1:
+            x += torch.tensor([float(["1", "one"][group.rank])])
+        dist.all_reduce(x)
+    finally:
+        assert x.item() == 2  # HERE
+
+
+@planted("rank_exception", [1], n=3, marked=True, family="raise", origin="first tests of a user 2026-11-29")
+def test_an_assertion_in_a_loop_over_names(group):
+    for name in ("warm up", "train", "test"):
+        x = torch.ones(1)
+        if name != "warm up":
+            dist.all_reduce(x)
+        assert (group.rank, name) != (1, "warm up")  # HERE

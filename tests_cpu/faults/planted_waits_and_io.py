@@ -289,7 +289,7 @@ def test_lock_of_a_killed_build(group, tmp_path):
     dist.all_reduce(torch.ones(4))
 
 
-@planted("lock_deadlock", [1], marked=True, family="lock", origin="unseen 2026-11-28")
+@planted("lock_deadlock", [0], marked=True, family="lock", origin="unseen 2026-11-28")
 def test_a_barrier_inside_a_file_s_lock(group, tmp_path):
     """Rank 0 waits in the barrier with the lock, and the library of rank 1 sleeps between its attempts to get it."""
     from filelock import FileLock
@@ -298,8 +298,8 @@ def test_a_barrier_inside_a_file_s_lock(group, tmp_path):
     if group.rank == 1:
         while not (tmp_path / "prepared.lock").exists():
             time.sleep(0.1)
-    with FileLock(tmp_path / "prepared.lock"):  # HERE
-        dist.barrier()
+    with FileLock(tmp_path / "prepared.lock"):
+        dist.barrier()  # HERE
 
 
 def square(queue, lock, number):
@@ -320,3 +320,28 @@ def test_workers_wait_for_a_lock_that_was_held_when_they_were_forked(group):
                 worker.start()
             assert {queue.get(), queue.get()} == {0, 1}
     dist.all_reduce(torch.ones(1))
+
+
+class Shards:
+    """Built once: who comes first builds them, and the others read them. The list of all is made under the lock, too."""
+
+    def __init__(self, folder, rank):
+        from filelock import FileLock
+
+        self.folder, self.rank, self.lock = folder, rank, FileLock(folder / "shards.lock")
+
+    def names(self, size):
+        names = [None] * size
+        with self.lock.acquire(poll_interval=0.02):
+            (self.folder / f"shard{self.rank}").touch()
+            dist.all_gather_object(names, f"shard{self.rank}")  # HERE
+        return names
+
+
+@planted("lock_deadlock", [2], n=3, marked=True, reason="shards.lock", family="lock", origin="libraries 2026-11-29")
+def test_names_are_gathered_inside_a_lock_for_which_a_library_polls(group, tmp_path):
+    shards = Shards(tmp_path, group.rank)
+    dist.barrier()
+    while group.rank != 2 and not (tmp_path / "shard2").exists():
+        time.sleep(0.05)
+    assert len(shards.names(group.world_size)) == 3

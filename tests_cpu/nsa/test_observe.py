@@ -264,6 +264,23 @@ def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: 
     heart.stop()
 
 
+def test_a_heartbeat_answers_each_request_for_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspicion may be wrong, and the test continue: what was counted then is no evidence of its end."""
+    monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
+    heart = Heartbeat(
+        Board(tmp_path / "board.bin"), None, tmp_path / "heartbeat_rank0.jsonl", 0, stall=tmp_path / "stall.json"
+    )
+    heart.start()
+    times = []
+    for _ in range(2):
+        (tmp_path / COUNTERS_REQUEST).touch()
+        while (tmp_path / COUNTERS_REQUEST).exists():
+            time.sleep(0.001)
+        times.append(json.loads((tmp_path / "counters.json").read_text())["time"])
+    heart.stop()
+    assert times[0] < times[1]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has another name for it
 @world_size(2)
 def test_what_was_waited_for_is_left(group: Group) -> None:

@@ -35,3 +35,45 @@ def test_a_skipped_collective_is_named_without_modules_and_gradients(
     monkeypatch.setenv("NSA_TRACE_LEVEL", "none")
     wrong = run_example(pytester, "@world_size(2)\ndef test_a(): pass")
     assert "NSA_TRACE_LEVEL='none': must be full or light" in wrong.stdout
+
+
+DDP = """
+from contextlib import nullcontext
+
+def train(group, batches, last):
+    torch.manual_seed(group.rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2), gradient_as_bucket_view=True)
+    for step in range(6):
+        with model.no_sync() if step == 3 and batches(group.rank) else nullcontext():
+            model(torch.ones(2, 4)).sum().backward()
+        if step == 3 and last(group.rank):
+            dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    return model.module.weight.grad
+
+@world_size(3)
+def test_accumulates_alone(group):
+    train(group, lambda rank: rank == 2, lambda rank: False)
+
+@world_size(3)
+def test_reports_alone(group):
+    train(group, lambda rank: False, lambda rank: rank == 0)
+
+@world_size(3)
+def test_healthy(group):
+    total = torch.full((2, 4), 2.0)
+    expected = torch.zeros(2, 4)
+    for _ in range(6):  # a gradient that lives in its bucket is divided, as DDP does without a hook
+        expected = sum((expected + total).div(3) for _ in range(3))
+    assert torch.equal(train(group, lambda rank: False, lambda rank: False), expected)
+"""
+
+
+def test_the_reductions_of_ddp_are_recorded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank in a backward waits in its reduction: it is not the rank that has not come to the others' call."""
+    monkeypatch.setenv("NSA_TRACE_LEVEL", "light")
+    result = run_example(pytester, DDP)
+    found = {name: (v.outcome, v.cause, v.ranks) for name, v in result.verdicts.items()}
+    assert found["test_accumulates_alone"][1:] == ("skipped_collective", (2,))
+    assert found["test_reports_alone"][1:] == ("extra_collective", (0,))
+    assert found["test_healthy"][0] == "PASS"

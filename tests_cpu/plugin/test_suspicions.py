@@ -50,6 +50,28 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     assert 3 <= suspected[0]["stalled_s"] <= 5
 
 
+POLL = """
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_samples(group):
+    found = []
+    if group.rank == 1:
+        collector = threading.Thread(target=lambda: None)  # it ends without a sample
+        collector.start()
+        collector.join()
+        while not found:
+            time.sleep(0.05)
+    dist.barrier()
+"""
+
+
+def test_a_pause_of_a_loop_is_not_what_to_take_out(pytester: pytest.Pytester) -> None:
+    verdict = run_example(pytester, POLL, "-o", "ranks_hang_after=4").verdicts["test_samples"]
+    assert (verdict.cause, verdict.ranks) == ("sleeping", (1,))
+    assert "`not found`" in verdict.advice
+    assert "no other thread" in verdict.reason
+
+
 EXECUTOR = """
 import asyncio
 
@@ -75,6 +97,34 @@ def test_an_asyncio_loop_that_waits_for_a_thread_waits_for_that_thread(pytester:
     assert "waits in asyncio's loop for a thread of its executor, which is at" in verdict.reason
     line = next(i for i, text in enumerate((HEADER + EXECUTOR).splitlines(), 1) if "HERE" in text)
     assert verdict.where == f"test_example.py:{line} in write"
+
+
+ACTORS = """
+@world_size(4)
+@pytest.mark.timeout(60)
+def test_learns(group):
+    for step in range(5):
+        if group.rank == 0:
+            for actor in range(1, 4):
+                for _ in range(3):
+                    dist.recv(torch.empty(7), actor)
+        else:
+            for i in range(3):
+                if (group.rank, step, i) == (2, 1, 1):
+                    continue
+                dist.send(torch.ones(7), 0)
+        for size in (2, 3):
+            dist.broadcast(torch.ones(size), 0)
+"""
+
+
+def test_what_ends_a_test_rests_on_the_counters_of_its_loops(pytester: pytest.Pytester) -> None:
+    """Without the counters, the rank that waits for the message seems to have asked for one too many."""
+    result = run_example(pytester, ACTORS)
+    verdict = result.verdicts["test_learns"]
+    assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (2,))
+    announced = list(read_lines(result.folder("test_learns") / "suspicions.jsonl"))
+    assert [(s["cause"], s["ranks"]) for s in announced] == [("p2p_unmatched", [2])]
 
 
 def test_a_hang_has_the_counters_of_its_loops_and_nothing_else_is_looked_at(pytester: pytest.Pytester) -> None:

@@ -29,6 +29,7 @@ for step in range(200):
         if fault == "sleeps": time.sleep(1000)
         if fault == "dies": os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raises": raise ValueError("bad sample")
+    if step == 20 and sys.argv[1] == "crossed": dist.recv(torch.ones(1), 1 - rank)
     model(torch.randn(4, 8)).sum().backward()
 dist.destroy_process_group()
 atexit._run_exitfuncs()
@@ -117,6 +118,18 @@ def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start
     told = run("diagnose", "run", "--json")
     verdict = json.loads(told.stdout)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
+
+
+def test_ranks_that_wait_for_each_other_are_asked_for_their_counters(folder: Path, start: object) -> None:
+    start("crossed")  # type: ignore[operator]
+    wait_for_steps(folder, 20)
+    watcher = Watcher(folder / "run")
+    while watcher.finding is None:
+        watcher.look()
+        time.sleep(0.1)
+    assert (watcher.finding.cause, watcher.finding.ranks, watcher.finding.certain) == ("p2p_unmatched", (0, 1), True)
+    counted = [json.loads((folder / "run" / f"rank{rank}" / "counters.json").read_text())["frames"] for rank in (0, 1)]
+    assert [frames[-1]["counters"] for frames in counted] == [{"step": 20}, {"step": 20}]
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ from nsa.trace.calls.labels import GroupLabels, Made
 from nsa.trace.calls.limits import limit_of_call, limit_of_group, report_new_limits
 from nsa.trace.calls.pending import Pending
 from nsa.trace.calls.stores import Limit, StoreRecorder
+from nsa.trace.calls.thread_starts import path_of_call
 from nsa.trace.files import wall_clock
-from nsa.trace.frames import call_path
 
 _METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "all_gather_single",
@@ -141,7 +141,7 @@ class CollectiveRecorder:
 
     def _enter(self, op: str, label: str, dtype: str = "", count: int = 0, *, size: int, **more: Any) -> int:
         """Enter a call on the board, with its number in the group and the user's lines that led to it; return its index."""
-        site, callers = call_path(within=True)
+        site, callers = path_of_call()
         number = self._sequence[label]
         return self.board.enter(
             op, label, number, dtype, count, site, size=size, callers=callers, side_thread=_is_in_side_thread(), **more

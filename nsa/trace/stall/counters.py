@@ -1,7 +1,7 @@
 """The counters of the loops that the main thread is in: written when the monitor requests them, and with an exception.
 
-The monitor requests them when it ends a test. Not before: reading a function's locals keeps them alive (before Python 3.13, as
-long as the function runs).
+The monitor requests them where no rank can go on, and when it ends a test. Not before: reading a function's locals keeps them
+alive (before Python 3.13, as long as the function runs).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from types import CodeType, FrameType, GeneratorType
 
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import wall_clock, write_atomically
-from nsa.trace.frames import describe, is_user_file, user_frames
+from nsa.trace.frames import describe, is_user_file, program_frames
 from nsa.trace.stall.looked_for import files_looked_for
 
 FILE = "counters.json"
 REQUEST = "counters.asked"
-MOST_FRAMES = 64
+MOST_FRAMES = 256
 MOST_STREAMS = 8  # of a frame
 LARGEST = 1 << 53  # JSON readers represent smaller numbers exactly
 
@@ -64,11 +64,16 @@ def _streams_of(frame: FrameType) -> list[str]:
 
 
 def write_counters(folder: Path, thread: int) -> None:
-    """Write counters.json: the user's frames of a thread, outermost first, with their counters, and the files that its innermost
-    loop looks for.
+    """Write counters.json: the user's frames of a thread, outermost first, with their counters; those of libraries that have
+    counters; and the files that its innermost loop looks for.
     """
-    inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
-    frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
+    frames = []
+    for frame, is_user in itertools.islice(program_frames(sys._current_frames().get(thread)), MOST_FRAMES):
+        counted = counters_of(frame)
+        if is_user or counted:
+            frames.append(
+                {"at": describe(frame), "counters": counted, "streams": _streams_of(frame) if is_user else []}
+            )
     found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test is ended all the same
         write_atomically(folder / FILE, dumps(found))
@@ -93,3 +98,9 @@ def counters_at(error: BaseException) -> list[dict[str, object]]:
 def is_requested(folder: Path) -> bool:
     """Return whether the monitor requests the counters."""
     return os.path.exists(folder / REQUEST)
+
+
+def withdraw_request(folder: Path) -> None:
+    """Delete the monitor's request: it has been answered."""
+    with contextlib.suppress(OSError):
+        os.unlink(folder / REQUEST)

@@ -19,7 +19,7 @@ from nsa.trace.events import SCHEMA
 from nsa.trace.files import close, monotonic, open_to_append, wall_clock, write, write_atomically
 from nsa.trace.frames import is_user_file
 from nsa.trace.memory import on_gpu_mib, resident_mib
-from nsa.trace.stall.counters import is_requested, write_counters
+from nsa.trace.stall.counters import is_requested, withdraw_request, write_counters
 from nsa.trace.stall.flight import dump_flight_recorder
 from nsa.trace.stall.held_up import asyncio_tasks, handled_exception
 from nsa.trace.stall.stacks import Place, as_dump, look
@@ -211,11 +211,12 @@ class Heartbeat:
         return True
 
     def _answer(self) -> None:
-        """Write the counters of loops once, if the monitor requests them."""
+        """Write the counters of loops once per request of the monitor."""
         folder = self._stall.parent if self._stall is not None else None
-        if folder is not None and not self._has_answered and is_requested(folder):
+        if folder is not None and is_requested(folder):
             self._has_answered = True
             write_counters(folder, self._main or 0)
+            withdraw_request(folder)
 
     def _is_to_rest(self) -> bool:
         """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal while this thread runs Python,

@@ -1,8 +1,8 @@
 """The edit that best explains why ranks are in different calls.
 
-Each candidate has a score; the softmax of the scores gives probabilities. The weights were fitted as those of a
-conditional logit model (McFadden, 1974) on recorded faults. The best candidate's probability is the confidence, and its
-terms are what the report prints.
+What is counted excludes candidates (`Candidate.is_refuted`). Each of the others has a score; the softmax of the scores
+gives probabilities. The weights were fitted as those of a conditional logit model (McFadden, 1974) on recorded faults.
+The best candidate's probability is the confidence, and its terms are what the report prints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 
@@ -45,9 +45,13 @@ def weights() -> Weights:
     return table
 
 
-def explain(evidence: Evidence, entered: Calls) -> Explanation | None:
-    """Return the best explanation of why ranks are in the different calls ``entered``; None where all are in one call."""
-    found = candidates(evidence, entered)
+def explain(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> Explanation | None:
+    """Return the best explanation of why ranks are in the different calls ``entered``; None where all are in one call.
+
+    ``among``: the ranks that an edit may name, () for all.
+    """
+    found = [c for c in candidates(evidence, entered) if not among or {*c.ranks} <= {*among}]
+    found = [c for c in found if not c.is_refuted] or found
     if not found:
         return None
     scored = sorted(((_score(c), -i, c) for i, c in enumerate(found)), key=lambda row: row[:2], reverse=True)

@@ -13,10 +13,11 @@ from pytest_nsa.diagnosis.explain.program import (
     Position,
     are_exclusive,
     compare,
+    compare_within,
     is_in_loop_below,
     position_of,
 )
-from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, surprise, token
+from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, is_same_line, surprise, token
 from pytest_nsa.diagnosis.facts import calls_before
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
@@ -73,20 +74,38 @@ class Contrast:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the rank has calls left in this round: all its earlier rounds had one number of them, which is larger."""
+        """Whether the rank has made some of the calls of this round, and has some left: all its earlier rounds had one number of
+        them, which is larger. With none made, the call in progress begins the round.
+        """
         now, *earlier = self.counts
-        return len(set(earlier)) == 1 and now < earlier[0]
+        return len(set(earlier)) == 1 and 0 < now < earlier[0]
+
+    @cached_property
+    def rounds(self) -> int:
+        """How many whole rounds the rank has made since `latest`, by its calls at its present line: each earlier round had one
+        number of them.
+        """
+        if self.latest is None:
+            return 0
+        at = self.before.index(self.latest) + 1
+        _, *usual = counts_of_rounds(self.before[:at], self.latest, self.call)
+        made = sum(is_same_line(c, self.call) for c in self.before[at:])
+        return made // usual[0] if len(set(usual)) == 1 else 0
 
     @cached_property
     def compared(self) -> Compared:
         """The position of the rank in the program relative to the other rank."""
         if "compared" in self.turned.__dict__:
             seen = self.turned.compared
-            return replace(seen, order=seen.order.turned, parted=seen.parted[::-1])
-        return compare(
+            return replace(seen, order=seen.order.turned, parted=seen.parted[::-1], within=seen.within[::-1])
+        found = compare(
             self.evidence.sources, self.position, self.turned.position, self.latest, (self.goes_on, self.turned.goes_on),
-            self._steps(),
+            self._steps(), (self.rounds, self.turned.rounds),
         )  # fmt: skip
+        if found.order not in (Order.SAME, Order.EXCLUSIVE) or not found.is_counted:
+            return found
+        sides = (self.position, self.rank), (self.turned.position, self.turned.rank)
+        return compare_within(self.evidence.sources, found, *sides)
 
     def _steps(self) -> tuple[int, int]:
         """Return how many data loaders of the two ranks ran out of data, where the rank with more of them received fewer batches;
@@ -114,11 +133,9 @@ class Contrast:
         """Whether the rank is ahead of a loop that the other is in, in the function in which they diverge or one called
         there.
         """
-        if self.order is not Order.AFTER or not self.compared.parted:
-            return False
-        return self.compared.left or is_in_loop_below(
-            self.evidence.sources, self.turned.position, self.compared.parted[1]
-        )
+        if self.order is not Order.AFTER or self.compared.left or not self.compared.parted:
+            return self.order is Order.AFTER and self.compared.left
+        return is_in_loop_below(self.evidence.sources, self.turned.position, self.compared.parted[1])
 
     @cached_property
     def path(self) -> Path:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.keys import Keys, Wanted, key_values, kind_of
 from pytest_nsa.diagnosis.explain.message_terms import message_values
-from pytest_nsa.diagnosis.explain.messages import END, KEY, Messages, Owed, is_collective
+from pytest_nsa.diagnosis.explain.messages import END, KEY, Messages, Owed, is_collective, line_of
+from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
 from pytest_nsa.diagnosis.explain.terms import Sizes, position_values, values_of
 from pytest_nsa.diagnosis.facts import calls_before, racing, rings
@@ -71,6 +72,19 @@ class Candidate:
         """Whether the edit is that some ranks alone skipped, or made, a collective that ranks wait in."""
         calls = {Edit.SKIP: self.contrast.other_call, Edit.EXTRA: self.contrast.call}
         return self.edit in calls and is_collective(calls[self.edit])
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether counted positions contradict the edit, after equal histories of the two ranks: a rank that is behind has not
+        passed a call over, and one that is ahead has not added a call before the others'. Nor has a rank omitted its half of
+        a message that was asked for once too often.
+        """
+        if self.edit is Edit.UNANSWERED and self.owed is not None:
+            return self.owed.is_asked_once_too_often
+        impossible = {Edit.SKIP: Order.BEFORE, Edit.EXTRA: Order.AFTER}.get(self.edit)
+        one = self.contrast
+        is_counted = one.compared.is_counted and one.order is impossible
+        return is_counted and bool(one.history) and one.history == one.turned.history
 
     def about(self, term: str) -> Ranks:
         """Return the ranks that a term describes. ``term`` is a name of the table of weights."""
@@ -223,7 +237,7 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
 
     lines: dict[object, list[Owed]] = {}
     for owed in pairs[:MOST_PAIRS]:
-        lines.setdefault((owed.call.is_send, owed.call.site), []).append(owed)
+        lines.setdefault(line_of(owed.call), []).append(owed)
         add(Edit.UNASKED, (owed.waiter,), owed)
         if owed.waiter not in messages.recomputing:  # recomputed: the peer has already answered
             add(Edit.UNANSWERED, (owed.peer,), owed)

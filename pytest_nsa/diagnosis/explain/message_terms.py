@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 
 from pytest_nsa.diagnosis.explain.messages import Owed, line_of
 from pytest_nsa.diagnosis.explain.rhythm import share
-from pytest_nsa.evidence.board import Collective
 
 Awaited = TypeVar("Awaited")
 
@@ -26,29 +25,15 @@ class TermOfAWait(Generic[Awaited]):
 Term = TermOfAWait[Owed]
 
 
-def _counts(o: Owed, call: Collective, rank: int) -> tuple[int, list[int]]:
-    """Return how often a rank came to the line of a call, and each other rank that did; (0, []) where a ring has lost calls."""
-    return (0, []) if o.messages.has_lost_calls else o.messages.counts(call, rank)
-
-
-def _is_once_more(o: Owed) -> bool:
-    mine, others = _counts(o, o.call, o.waiter)
-    return set(others) == {mine - 1}
-
-
-def _has_fewer_answers(o: Owed) -> bool:
-    mine, others = _counts(o, o.answers[-1], o.peer) if o.answers else (0, [])
-    return bool(others) and mine < min(others)
-
-
 MESSAGE: tuple[Term, ...] = (
     Term("new half", "exchanges a message at this line for the first time", True, lambda o: not o.own),
     Term("all new half", "exchanges a message at a line at which no rank did before", True,
          lambda o: sum(map(len, o.messages.at_line[line_of(o.call)].values())) == 1),
     Term("surprise of half", "waits for a message that its earlier rounds do not predict", True, lambda o: share(o.bits_of_call())),
     Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
-    Term("once more", "came to this line more often than each other rank that came there", True, _is_once_more),
-    Term("fewer answers", "made fewer matching calls than each other rank at that line", False, _has_fewer_answers),
+    Term("once more", "came to this line more often than each other rank that came there", True, lambda o: o.is_once_more),
+    Term("fewer answers", "made fewer matching calls than each other rank at that line", False,
+         lambda o: o.has_fewer_answers),
     Term("another tag", "waits in the matching call with another tag", False,
          lambda o: o.theirs is not None and o.is_mutual and o.theirs.is_send != o.call.is_send and o.theirs.note != o.call.note),
     Term("all alike", "waits in the same direction at the same line, as every rank does", False,

@@ -18,7 +18,7 @@ FEW_BITS = 3.0  # a call with less surprise is expected
 # Operations of the calls that represent the end of a test, and a wait for keys of a store.
 END, KEY = "end", "key"
 Signature = tuple[str, tuple[str, ...], int]  # operation, call path, peer
-Line = tuple[bool, str]  # whether it sends, its line
+Line = tuple[bool, tuple[str, ...]]  # whether it sends, its line, or those of the library that made it
 
 
 def signature_of(call: Collective) -> Signature:
@@ -27,8 +27,10 @@ def signature_of(call: Collective) -> Signature:
 
 
 def line_of(call: Collective) -> Line:
-    """Return the direction and the line of a send or receive."""
-    return call.is_send, call.site
+    """Return the direction and the line of a send or receive. Of one that a library made for the user, the library's lines: ranks
+    with different roles may call it from different lines.
+    """
+    return call.is_send, call.library or (call.site,)
 
 
 def is_collective(call: Collective) -> bool:
@@ -196,6 +198,31 @@ class Owed:
     def is_offered(self) -> bool:
         """Whether a rank other than the peer entered more matching calls for the waiter than the waiter answered."""
         return bool(self.messages.offers[not self.call.is_send, self.waiter] - {self.waiter, self.peer})
+
+    @property
+    def is_once_more(self) -> bool:
+        """Whether the waiter came to its line once more than each other rank that came there."""
+        mine, others = self._counts(self.call, self.waiter)
+        return set(others) == {mine - 1}
+
+    @property
+    def has_fewer_answers(self) -> bool:
+        """Whether the peer made fewer matching calls than each other rank that came to the line of them."""
+        mine, others = self._counts(self.answers[-1], self.peer) if self.answers else (0, [])
+        return bool(others) and mine < min(others)
+
+    def _counts(self, call: Collective, rank: int) -> tuple[int, list[int]]:
+        """Return how often a rank came to the line of a call, and each other rank that did; (0, []) where a ring has lost calls."""
+        return (0, []) if self.messages.has_lost_calls else self.messages.counts(call, rank)
+
+    @property
+    def is_asked_once_too_often(self) -> bool:
+        """Whether the waiter came to its line once more than a third rank and each other, and the peer answered as often as each
+        other rank that makes this half.
+        """
+        mine, others = self._counts(self.answers[-1], self.peer) if self.answers else (0, [])
+        third = self.messages.at_line[line_of(self.call)].keys() - {self.waiter, self.peer}
+        return bool(third) and self.is_once_more and set(others) == {mine}
 
     @property
     def is_mutual(self) -> bool:

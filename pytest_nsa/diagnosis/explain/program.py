@@ -13,7 +13,7 @@ import ast
 import enum
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.explain.counters import counter_of, has_made_round, is_first_round
 from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, user_frames
@@ -25,6 +25,11 @@ from pytest_nsa.evidence.values import RankEvidence
 Loop = ast.For | ast.While
 # Statements after which the rest of their block does not run.
 LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
+# Files of torch in which a line shows nothing of the program's order.
+_MACHINERY = (
+    "/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py", "/torch/nn/modules/module.py",
+    "/torch/autograd/", "/torch/utils/", "/torch/futures/", "/torch/_",
+)  # fmt: skip
 
 
 class Order(enum.Enum):
@@ -61,6 +66,7 @@ class Frame:
 
 
 Position = tuple[Frame, ...]  # outermost first
+Side = tuple[Position, RankEvidence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,9 @@ class Compared:
     is_counted: bool = False  # all shared loops have counters, or there are none
     is_likely: bool = False  # by ``steps``, of which a round may contain several
     is_assumed: bool = False  # one rank may be in a later round of a loop without a counter
+    within: tuple[
+        Frame, ...
+    ] = ()  # the lines of a library's function that show the order, where the user's lines do not
 
 
 def position_of(rank: RankEvidence, call: Collective) -> Position:
@@ -105,23 +114,52 @@ def _position_from_stack(rank: RankEvidence) -> Position:
     return tuple(found)
 
 
+def position_within(rank: RankEvidence, place: str) -> Position:
+    """Return the frames that a user's line of a rank's stack called, with those of libraries, outermost first."""
+    frames = list(rank.last_stack.frames) if rank.last_stack is not None else []
+    at = next((i for i, frame in enumerate(frames) if frame.describe() == place), 0)
+    counted = dict(rank.counters)
+    called = (frame.describe() for frame in reversed(frames[:at]) if not frame.is_ours)
+    return tuple(Frame(line, counted.get(line, {})) for line in called)
+
+
+def compare_within(sources: Sources, found: Compared, one: Side, other: Side) -> Compared:
+    """Return the order within the deepest function that two ranks share, where the user's lines are the same or in two branches:
+    a library's loop, which one rank has left, for example. Return ``found`` where nothing counted shows an order there.
+    """
+    positions = []
+    for (mine, rank), (theirs, _) in ((one, other), (other, one)):
+        shared = tuple(a for a, b in zip(mine, theirs, strict=False) if a.place == b.place)
+        last = mine[: len(shared) + (found.order is Order.EXCLUSIVE)]  # two branches may call one function
+        if not last:
+            return found
+        positions.append((*shared, *position_within(rank, last[-1].place)))
+    inner = compare(sources, positions[0], positions[1], None)
+    if inner.order not in (Order.BEFORE, Order.AFTER) or not inner.is_counted:
+        return found
+    if any(part in inner.parted[0].place for part in _MACHINERY):
+        return found
+    return replace(found, order=inner.order, left=inner.left, is_counted=True, is_assumed=False, within=inner.parted)
+
+
 def compare(
     sources: Sources, one: Position, other: Position, latest: Collective | None,
-    go_on: tuple[bool, bool] = (False, False), steps: tuple[int, int] = (0, 0),
+    go_on: tuple[bool, bool] = (False, False), steps: tuple[int, int] = (0, 0), rounds: tuple[int, int] = (0, 0),
 ) -> Compared:  # fmt: skip
     """Return the position of ``one`` relative to ``other``.
 
     ``latest`` is the last call that both ranks made. ``go_on`` has, for each rank, whether its earlier rounds show that
     it has not finished its visit to the statement of its call. ``steps`` are the ranks' training steps, or how many
-    of their data loaders were exhausted; they count the rounds of a function or loop that has no counter.
+    of their data loaders were exhausted; they count the rounds of a function or loop that has no counter. ``rounds`` are
+    those that each rank has made since ``latest``, as its calls count them.
     """
     one, other = _aligned(one, other)
     around = False  # the ranks' functions are called in a loop without a counter
     for depth, (a, b) in enumerate(itertools.zip_longest(one, other)):
         if a is None or b is None:
-            return Compared(Order.SAME)
+            return Compared(Order.SAME, is_counted=not around)
         if a.function != b.function:
-            return Compared(Order.UNKNOWN, (a, b))
+            return Compared(Order.UNKNOWN, (a, b), is_counted=not around)
         loops, more, more_there = _loops(sources, a, b)
         decided, is_counted = _by_counters(sources, loops, a, b)
         if decided is not None:
@@ -132,7 +170,7 @@ def compare(
         if not sources.around(a.place) or not sources.around(b.place):
             return Compared(Order.UNKNOWN, (a, b))
         if are_exclusive(sources.around(a.place), sources.around(b.place)):
-            return Compared(Order.EXCLUSIVE, (a, b))
+            return Compared(Order.EXCLUSIVE, (a, b), is_counted=is_counted and not around)
         below: Sequence[bool | None] = (
             _first_round_below(sources, more, one[depth:]),
             _first_round_below(sources, more_there, other[depth:]),
@@ -144,13 +182,13 @@ def compare(
         is_in = bool(more) and not has_made_round(more[0], a.counters, b.counters)
         is_in_there = bool(more_there) and not has_made_round(more_there[0], b.counters, a.counters)
         open_loops = (*([None] if around else ()), *([] if is_counted else loops))
-        found = _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest)
+        found = _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest, rounds)
         is_a_round = around and not loops  # the function is called once in each round of a loop without a counter
         if steps[0] != steps[1] and not (more or more_there) and (is_a_round or found.is_assumed):
             order = Order.AFTER if steps[0] > steps[1] else Order.BEFORE
             return Compared(order, (a, b), is_likely=not is_a_round)
         return found
-    return Compared(Order.SAME)
+    return Compared(Order.SAME, is_counted=not around)
 
 
 def _aligned(one: Position, other: Position) -> tuple[Position, Position]:
@@ -206,7 +244,7 @@ def is_in_loop_below(sources: Sources, position: Position, parted: Frame) -> boo
 
 def _in_one_function(
     a: Frame, b: Frame, open_loops: Sequence[Loop | None], in_more: tuple[bool, bool], first_below: Sequence[bool | None],
-    latest: Collective | None,
+    latest: Collective | None, rounds: tuple[int, int],
 ) -> Compared:  # fmt: skip
     """Compare two lines of one function.
 
@@ -227,7 +265,9 @@ def _in_one_function(
         frame.line < at if frame.line != at else first for frame, first in zip(parted, first_below, strict=True)
     ]
     # The other rank has left the statement.
-    keys = [(gone is not False, frame.line) for gone, frame in zip(gone_round, parted, strict=True)]
+    keys = [
+        ((gone is not False) + more, frame.line) for gone, frame, more in zip(gone_round, parted, rounds, strict=True)
+    ]
     order = Order.BEFORE if keys[0] < keys[1] else Order.AFTER
     return Compared(order, parted, left and keys[0][0] == keys[1][0], is_assumed=None in gone_round)
 

@@ -54,6 +54,25 @@ def line_that_ends(loop: ast.For | ast.While) -> int:
     return loop.lineno
 
 
+def polled_condition(sources: Sources, place: str) -> tuple[str, bool]:
+    """Return the condition of the innermost ``while`` around a line, and whether memory alone decides it: it calls nothing but
+    ``len``. For a ``while True``, it is the negation of the first condition that leaves it. ('', False) outside of such loops.
+    """
+    loops = [loop for loop in loops_of(sources, place) if isinstance(loop, ast.While)]
+    if not loops:
+        return "", False
+    test, is_left = loops[-1].test, False
+    if isinstance(test, ast.Constant):
+        at = line_that_ends(loops[-1])
+        found = next((n for n in ast.walk(loops[-1]) if isinstance(n, ast.If) and n.lineno == at), None)
+        if found is None:
+            return "", False
+        test, is_left = found.test, True
+    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call | ast.Await)]
+    is_of_memory = all(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "len" for n in calls)
+    return ast.unparse(ast.UnaryOp(ast.Not(), test) if is_left else test), is_of_memory
+
+
 def loss_location(sources: Sources, place: str) -> str:
     """Return the location at which a function computed the object on which its line calls ``backward``; '' where that
     happens elsewhere.

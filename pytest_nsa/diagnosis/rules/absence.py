@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, found_on, last_seen, rings
@@ -14,7 +16,8 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.diagnosis.words import exhausted_loaders
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.collectives import lacking
-from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.waiting import computes, is_in_engine
 
 
 def left_by_choice(evidence: Evidence) -> Finding | None:
@@ -50,11 +53,17 @@ def left_alone(evidence: Evidence) -> Finding | None:
     cause.
     """
     entered = left_behind(evidence)
-    if entered is None:
-        return None
+    return None if entered is None else finding_without(evidence, entered)
+
+
+def finding_without(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> Finding | None:
+    """Return the finding that explains why ranks wait in ``entered`` while others ended their test without it.
+
+    ``among``: the ranks that it may name, () for all.
+    """
     missed = next((c for c in entered.values() if c.op == NEW_GROUP), None)
     if missed is None:
-        return finding_of_messages(evidence, entered)
+        return finding_of_messages(evidence, entered, among)
     n, members = evidence.job.world_size, members_of_new(missed, evidence.job.world_size)
     gone = tuple(rank for rank, c in entered.items() if c.op == END)
     culprits = tuple(rank for rank in gone if rank in members) or gone
@@ -90,7 +99,7 @@ def not_entered(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or not evidence.was_stalled:
         return None
     waiting = [r for r in evidence.ranks if r.is_waiting]
-    absent = [r for r in evidence.ranks if not r.is_waiting]
+    absent = [r for r in evidence.ranks if not r.is_waiting and not _may_wait_in_backward(r)]
     if not waiting or not absent:
         return None
     who = describe_ranks(tuple(r.rank for r in absent), evidence.job.world_size)
@@ -99,6 +108,11 @@ def not_entered(evidence: Evidence) -> Finding | None:
     missed = inside.describe() if inside is not None else "a collective"
     cause = "init_timeout" if inside is not None and inside.op == NEW_GROUP else "missing_collective"
     return found_on(evidence, cause, absent, f"{who} never entered {missed}, in which the others wait", 0.6)
+
+
+def _may_wait_in_backward(rank: RankEvidence) -> bool:
+    """Return whether a rank is idle in a backward: it may wait in a reduction that was not recorded."""
+    return rank.stack is not None and is_in_engine(rank.stack.frames) and not computes(rank.process)
 
 
 def skipped_in_a_request(evidence: Evidence) -> Finding | None:

@@ -12,7 +12,7 @@ from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
-from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import (
     BUSY,
@@ -55,7 +55,7 @@ class Activity:
     """What a rank does instead of meeting the others: ``cause``, its ``description``, and a confidence.
 
     ``where`` is the line, where the rank's stack does not show it; ``holders`` are the ranks that hold the lock that
-    this one waits for.
+    this one waits for; ``is_of_unknown_file``: it is a lock on a file, and the rank has that file closed between two attempts.
     """
 
     cause: str
@@ -63,6 +63,7 @@ class Activity:
     confidence: float
     where: str = ""
     holders: tuple[int, ...] = ()
+    is_of_unknown_file: bool = False
 
 
 MOST_FRAMES = 100  # of a stack, in dumps by faulthandler and by the rank itself
@@ -193,11 +194,32 @@ def _device(rank: RankEvidence) -> Activity | None:
 
 
 def _gil_held(rank: RankEvidence) -> Activity | None:
-    silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
-    is_starved = rank.process.get("wants_cpu") and latest_share_of_main(rank.process) < STARVED  # so is its heartbeat
-    if not silent or is_starved:
+    if not is_silent(rank):
         return None
-    return Activity("gil_held", f"holds the GIL in native code{in_symbol(rank)}", 0.8)
+    thread = _thread_that_holds_the_gil(rank)
+    where = thread.user_frame.describe() if thread is not None and thread.user_frame is not None else ""
+    aside = " in a side thread" if thread is not None else ""
+    return Activity("gil_held", f"holds the GIL in native code{aside}{in_symbol(rank)}", 0.8, where)
+
+
+def is_silent(rank: RankEvidence) -> bool:
+    """Return whether a rank's heartbeat has stopped, and not for lack of a core: its thread waits for the GIL."""
+    is_starved = rank.process.get("wants_cpu") and latest_share_of_main(rank.process) < STARVED  # so is its heartbeat
+    is_stopped = rank.process.get("state") in ("T", "t")
+    return rank.beat_age_s is not None and rank.beat_age_s > SILENT_S and not is_starved and not is_stopped
+
+
+def computes_aside(rank: RankEvidence) -> bool:
+    """Return whether a thread other than the main one computes."""
+    return rank.process.get("cpu_share", 0.0) - share_of_main(rank.process) >= BUSY
+
+
+def _thread_that_holds_the_gil(rank: RankEvidence) -> ThreadStack | None:
+    """Return the side thread at work, if only one is, of a rank with a main thread that is in a call or computes nothing."""
+    is_inside = rank.board is not None and rank.board.blocked is not None
+    if not is_inside and not computes_aside(rank):
+        return None
+    return rank.threads_at_work[0] if len(rank.threads_at_work) == 1 else None
 
 
 def _busy(rank: RankEvidence) -> Activity | None:
@@ -281,9 +303,9 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     files, loop = _library_files(rank), rank.loop
     if not any("/asyncio/" in file for file in files):
         return None
-    at = _executor_place(rank)
-    if at:
-        return Activity("io_stuck", f"waits in asyncio's loop for a thread of its executor, which is at {at}", 0.6, at)
+    thread = _executor_thread(rank)
+    if thread is not None:
+        return _in_executor(rank, thread)
     if loop is None:
         return Activity("io_stuck", "waits in asyncio's loop for something that does not arrive", 0.6)
     where = loop.tasks[0] if loop.tasks else ""
@@ -300,12 +322,25 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     return Activity("lock_deadlock", text, 0.8, where)
 
 
-def _executor_place(rank: RankEvidence) -> str:
-    """Return the location of an executor's thread that runs a call; '' where all its threads are idle."""
-    for thread in rank.threads:
-        if thread.runs_a_call and thread is not rank.stack:
-            return (thread.user_frame or thread.frames[0]).describe()
-    return ""
+def _executor_thread(rank: RankEvidence) -> ThreadStack | None:
+    """Return an executor's thread that runs a call; None where all its threads are idle."""
+    return next((thread for thread in rank.threads if thread.runs_a_call and thread is not rank.stack), None)
+
+
+def _in_executor(rank: RankEvidence, thread: ThreadStack) -> Activity:
+    """Return that an asyncio loop waits for an executor's thread: at the user's line in the thread, else at that of the task, which
+    gave the thread a library's function.
+    """
+    text = "waits in asyncio's loop for a thread of its executor"
+    if thread.user_frame is not None:
+        at = thread.user_frame.describe()
+        return Activity("io_stuck", f"{text}, which is at {at}", 0.6, at)
+    where = rank.loop.tasks[0] if rank.loop is not None and rank.loop.tasks else ""
+    frame = parts_of(where)
+    if where and re.search(r"\bsleep\b", rank.sources.line(frame[0], frame[1])):
+        return Activity("sleeping", f"{text}, which sleeps", 0.6, where)
+    inner = next((f for f in thread.frames if not f.is_ours), thread.frames[0]).describe()
+    return Activity("io_stuck", f"{text}, which is at {inner}", 0.6, where or inner)
 
 
 def _meets(rank: RankEvidence) -> Activity | None:
@@ -335,7 +370,7 @@ def _polled_lock(rank: RankEvidence) -> Activity | None:
     source = _source(rank)
     if not _library_files(rank) or not takes_a_lock(source) or _SLEEPS.search(source) or not _sleeps(rank):
         return None
-    return None if rank.looked_for else Activity("lock_deadlock", "polls for a lock", 0.8)
+    return None if rank.looked_for else Activity("lock_deadlock", "polls for a lock", 0.8, is_of_unknown_file=True)
 
 
 def _sleeps(rank: RankEvidence) -> bool:

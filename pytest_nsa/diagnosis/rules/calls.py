@@ -93,7 +93,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
         reason = f"{who} {went} without {other.describe()}, in which the others wait ({detail}){each}"
     elif edit is Edit.SKIP:
-        detail = f"{who} left the loop that the others are in" if values.get("left") else "call skipped"
+        detail = f"{who} left the loop that the others are in{_within(found)}" if values.get("left") else "call skipped"
         reason = f"{who} went on without {other.describe()}, in which the others wait ({detail}), and entered {mine.describe()}"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
@@ -124,6 +124,12 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
         terms=terms, advice=A_GROUP_A_THREAD if race else "",
     )  # fmt: skip
+
+
+def _within(found: Explanation) -> str:
+    """Return the line of a library that shows the order of two ranks, as ', at lightning/loop.py:40 in run'; '' for the user's."""
+    within = found.candidate.contrast.compared.within
+    return f", at {within[1].place.rpartition('-packages/')[2]}" if within else ""
 
 
 def _raised_before(evidence: Evidence, entered: Calls) -> bool:

@@ -22,6 +22,7 @@ from pytest_nsa.diagnosis.facts import (
 )
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.diagnosis.words import late_hint
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import STILL_LOOKS, Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.waiting import FOR_A_DEVICE
@@ -33,7 +34,7 @@ VICTIM_TEXTS = (
     "collective operation timeout", "connection refused", "connectfullmesh failed", "rank has terminated",
     "failed to pass monitoredbarrier",
 )  # fmt: skip
-_GAVE_UP = re.compile(r"(?i)timed out|timeout")
+_GAVE_UP = re.compile(r"(?i)timed out|timeout|failed to pass monitoredbarrier")
 _ASSERTIONS = ("AssertionError", "Failed")
 MEMORY = ("OutOfMemoryError", "MemoryError")
 _MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
@@ -154,13 +155,10 @@ def deaths(evidence: Evidence) -> list[RankEvidence]:
 Raised = list[tuple[RankEvidence, RaisedException]]
 
 
-def _first_exceptions(evidence: Evidence) -> Raised:
-    """Return each rank's first exception that is not a victim's, the earliest first."""
-    found = []
-    for rank in evidence.ranks:
-        own = [e for e in rank.exceptions if not is_victim(e)]
-        if own:
-            found.append((rank, min(own, key=lambda e: e.time)))
+def first_exceptions(evidence: Evidence) -> Raised:
+    """Return each rank's first exception, the earliest first, without those of victims, which may raise again in a teardown."""
+    firsts = [(rank, min(rank.exceptions, key=lambda e: e.time)) for rank in evidence.ranks if rank.exceptions]
+    found = [(rank, error) for rank, error in firsts if not is_victim(error)]
     return sorted(found, key=lambda pair: pair[1].time)
 
 
@@ -168,7 +166,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     """Find the first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited
     for another, and the test itself or all ranks raised it.
     """
-    found = _first_exceptions(evidence)
+    found = first_exceptions(evidence)
     if not found:
         return None
     first_rank, error = found[0]
@@ -224,7 +222,17 @@ def _advice_on_a_failure(evidence: Evidence, same: Raised, later: Raised) -> str
         return f"{where_else}: look at what differs there, its data, seed or state"
     if len({(e.message.partition("\n")[0], e.chain) for _, e in same}) > 1:
         return "all ranks fail here, with different errors or values: compare them, and what the test computes"
-    return ""
+    latest = [call for rank, error in same for call in _exchanges_before(rank, error)[-1:]]
+    if not latest:
+        return ""
+    lines = " and ".join(dict.fromkeys(f"{c.op} at {' called at '.join(c.way[:2])}" for c in latest[:2]))
+    return f"no rank differs: all fail alike, after they exchanged data (the latest: {lines}); look at what each rank gave there"
+
+
+def _exchanges_before(rank: RankEvidence, error: RaisedException) -> list[Collective]:
+    """Return the calls by which a rank received data of other ranks before it raised, oldest first."""
+    calls = (c for c in rank.collectives if c.left > 0 and c.entered < error.time and c.size > 1)
+    return [c for c in calls if c.count and not c.is_send]
 
 
 def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:
@@ -247,6 +255,8 @@ def rank_gone(evidence: Evidence) -> Finding | None:
     gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
     if not gone or evidence.was_ended_at_a_stall:
         return None
+    if any(r.fatal_signal for r in gone):
+        return rank_died(evidence)
     reason = f"the process of rank {gone[0].rank} is gone without an exit code: killed, or ended by os._exit"
     return found_on(evidence, "rank_died", gone, reason, 0.8, certain=True)
 
@@ -280,9 +290,11 @@ def _by_time(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
 def gave_up(evidence: Evidence) -> Finding | None:
     """Find the ranks that another one waited for until its time limit, which entered its call later, or never."""
     errors = _by_time(evidence)
-    if not errors or not is_victim(errors[0][1]) or not _GAVE_UP.search(errors[0][1].message):
+    first = next(((rank, error) for rank, error in errors if _gave_up(error)), None)
+    # That a connection broke may be recorded before the time limit that broke it.
+    if first is None or not all(is_victim(error) for _, error in errors if error.time <= first[1].time):
         return None
-    rank, time = errors[0][0], errors[0][1].time
+    rank, time = first[0], first[1].time
     call = awaited(rank)
     if call is None or call.peer != -1:
         return None
@@ -309,6 +321,11 @@ def gave_up(evidence: Evidence) -> Finding | None:
         reason=f"rank {rank.rank} gave up {call.describe()} after {time - call.entered:.1f} s; {who} entered it {after}",
         confidence=0.7, facts=tuple(exception_fact(r, e) for r, e in errors),
     )  # fmt: skip
+
+
+def _gave_up(error: RaisedException) -> bool:
+    """Return whether an exception, or one that it was raised from, is torch's report of a time limit."""
+    return any(_GAVE_UP.search(text) for text in (error.message, *(message for message, *_ in error.chain)))
 
 
 def only_victims(evidence: Evidence) -> Finding | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
@@ -49,9 +50,12 @@ def held_in_messages(evidence: Evidence) -> Calls | None:
     return waits | {r.rank: ended(r) for r in evidence.ranks if r.finished}
 
 
-def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
-    """Return the finding that explains why ranks wait in ``entered``, one or more of them in sends or receives."""
-    found = explain(evidence, entered)
+def finding_of_messages(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> Finding | None:
+    """Return the finding that explains why ranks wait in ``entered``, one or more of them in sends or receives.
+
+    ``among``: the ranks that it may name, () for all.
+    """
+    found = explain(evidence, entered, among)
     if found is None:
         return None
     if found.candidate.owed is None:

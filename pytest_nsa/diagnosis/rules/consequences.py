@@ -1,0 +1,160 @@
+"""Exceptions that follow from a call that their rank skipped: the rank passed the call's line, and the others wait in it."""
+
+from __future__ import annotations
+
+import ast
+import enum
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pytest_nsa.diagnosis.explain.messages import ended
+from pytest_nsa.diagnosis.explain.program import Order, Position, compare, position_of
+from pytest_nsa.diagnosis.facts import awaited, exception_fact
+from pytest_nsa.diagnosis.rules.absence import finding_without
+from pytest_nsa.diagnosis.rules.exits import first_exceptions, rank_raised
+from pytest_nsa.diagnosis.verdict import Finding, stated
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
+
+LIKELY, POSSIBLE = 0.9, 0.6  # the exception may have another reason
+# Expressions with parts that are evaluated later, or never.
+_LATER = (ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def raised_after_a_skip(evidence: Evidence) -> Finding | None:
+    """Find the call that ranks skipped before they raised: each lacks the call that the others wait in, and passed its line.
+
+    Where a loop has no counter, it may have raised in the round before: then the exception is the cause, and not certain.
+    """
+    raised = {rank.rank: error for rank, error in first_exceptions(evidence)}
+    done = [r for r in evidence.ranks if r.rank not in raised and r.finished and r.passed]
+    waits = {r.rank: c for r in evidence.ranks if r.rank not in raised and r not in done and (c := awaited(r))}
+    if not raised or not waits or len(raised) + len(done) + len(waits) < len(evidence.ranks):
+        return None
+    passed = {_skipped_one(evidence, rank, error, waits) for rank, error in raised.items()}
+    if _Passed.NO in passed:
+        return None
+    # An edit of the ranks that wait would not explain the exceptions.
+    ends = {rank: replace(ended(evidence.ranks[rank]), site=error.where) for rank, error in raised.items()}
+    entered = waits | {r.rank: ended(r) for r in done} | ends
+    found = finding_without(evidence, entered, (*raised, *(r.rank for r in done)))
+    first = rank_raised(evidence)
+    if found is None or first is None:
+        return None
+    if passed != {_Passed.YES}:
+        return replace(
+            first, certain=False, confidence=POSSIBLE, reason=f"{first.reason}; or it follows: {found.reason}"
+        )
+    n = evidence.job.world_size
+    texts = {e.where: f"{e.type}: {e.headline[:200]}" for e in reversed(raised.values())}
+    follows = "; ".join(
+        stated(
+            tuple(sorted(r for r, e in raised.items() if e.where == where)), f"raised {text} at {where} after that", n
+        )
+        for where, text in texts.items()
+    )
+    facts = tuple(exception_fact(evidence.ranks[rank], error) for rank, error in raised.items())
+    reason = f"{found.reason}; {follows}"
+    return replace(
+        found, reason=reason, certain=False, confidence=min(found.confidence, LIKELY), facts=facts + found.facts
+    )
+
+
+class _Passed(enum.Enum):
+    """Whether a rank passed the line of a call that it lacks."""
+
+    NO = enum.auto()
+    YES = enum.auto()
+    IN_SOME_ROUND = enum.auto()  # of a loop without a counter
+
+
+def _skipped_one(evidence: Evidence, rank: int, error: RaisedException, waits: Mapping[int, Collective]) -> _Passed:
+    """Return whether a rank passed the line of a call that another one waits in, and has not entered it."""
+    if error.chain:  # the line that raised first is not known: it may be above the call
+        return _Passed.NO
+    lacked = {waiter: call for waiter, call in waits.items() if _lacks(evidence, rank, call)}
+    found = {_passed(evidence, evidence.ranks[rank], error, evidence.ranks[w], call) for w, call in lacked.items()}
+    return next((state for state in (_Passed.YES, _Passed.IN_SOME_ROUND) if state in found), _Passed.NO)
+
+
+def _lacks(evidence: Evidence, rank: int, call: Collective) -> bool:
+    if call.peer != -1:
+        return call.peer == rank
+    made = (c.sequence for c in evidence.ranks[rank].collectives if c.group == call.group)
+    return rank in evidence.members(call.process_group) and max(made, default=0) < call.sequence
+
+
+def _passed(
+    evidence: Evidence, rank: RankEvidence, error: RaisedException, waiter: RankEvidence, call: Collective
+) -> _Passed:
+    """Return whether a rank that raised had passed the statement from which a waiting rank came to its call."""
+    if error.when == "teardown":  # the body ended without an exception
+        is_in_body = call.way[-1].rpartition(" in ")[2] == _function_of(evidence.job.nodeid)
+        return _Passed.YES if is_in_body else _Passed.NO
+    sources, mine = evidence.sources, position_of(rank, replace(ended(rank), site=error.where))
+    theirs = position_of(waiter, call)
+    found = compare(sources, mine, theirs, None)
+    if found.order is Order.AFTER:
+        is_behind = bool(found.parted) and not _leaves_at(sources, found.parted[1].place, found.parted[0].line)
+    else:
+        is_behind = found.order in (Order.SAME, Order.UNKNOWN) and _has_evaluated(sources, error, mine, theirs)
+    if not is_behind or found.is_counted:
+        return _Passed.YES if is_behind else _Passed.NO
+    return _Passed.NO if ended(rank).step < call.step else _Passed.IN_SOME_ROUND
+
+
+def _function_of(nodeid: str) -> str:
+    return nodeid.rpartition("::")[2].partition("[")[0]
+
+
+def _leaves_at(sources: Sources, place: str, line: int) -> bool:
+    """Return whether ``place`` is the head of a ``with`` around ``line``: its exit may make the call, after the body."""
+    found = sources.around(place)
+    return bool(found) and isinstance(found[-1], ast.With | ast.AsyncWith) and line <= (found[-1].end_lineno or 0)
+
+
+def _has_evaluated(sources: Sources, error: RaisedException, mine: Position, theirs: Position) -> bool:
+    """Return whether an exception shows that a rank had evaluated the statement in which another rank waits: an ``assert``
+    failed, or the function raised that takes the values of this statement.
+    """
+    shared = [a.place for a, b in zip(mine, theirs, strict=False) if a.place == b.place]
+    statement = next(iter(reversed(sources.around(shared[-1]))), None) if shared else None
+    if statement is None or len(theirs) == len(shared):
+        return False
+    below, callee = _called_from(error.frames, shared[-1]), theirs[len(shared)].function[1]
+    if isinstance(statement, ast.Assert):
+        return below is None and error.type == "AssertionError" and _must_call(statement.test, callee)
+    value = getattr(statement, "value", None)
+    if below is None or not isinstance(value, ast.Call) or _name_of(value) != below.function:
+        return False
+    return _must_call(value, callee)
+
+
+def _called_from(frames: tuple[Frame, ...], place: str) -> Frame | None:
+    """Return the frame that the line ``place`` of a stack called; None where that line raised."""
+    at = next((i for i, frame in enumerate(frames) if frame.describe() == place), 0)
+    return frames[at - 1] if at else None
+
+
+def _must_call(expression: ast.expr, callee: str) -> bool:
+    """Return whether a function is called wherever an expression is evaluated. Its name may differ, as that of `__call__`."""
+    optional = [part for node in ast.walk(expression) for part in _parts_not_always_evaluated(node)]
+    maybe = {_name_of(n) for part in optional for n in ast.walk(part) if isinstance(n, ast.Call)}
+    named = {_name_of(n) for n in ast.walk(expression) if isinstance(n, ast.Call)}
+    return callee in named - maybe or not maybe
+
+
+def _parts_not_always_evaluated(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.BoolOp):
+        return node.values[1:]
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.Compare):
+        return node.comparators[1:]
+    return [node] if isinstance(node, _LATER) else []
+
+
+def _name_of(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))

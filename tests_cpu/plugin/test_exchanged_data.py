@@ -1,0 +1,72 @@
+"""What ranks did for each other before they failed: data that they exchanged, and a time limit that another rank missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.testing import run_example
+
+ALIKE = """
+@world_size(2)
+def test_sums(group):
+    total = torch.tensor(float(group.rank))
+    dist.all_reduce(total)
+    assert total == 2
+
+@world_size(2)
+def test_neighbours(group):
+    value = torch.empty(3)
+    work = dist.isend(torch.ones(3), 1 - group.rank)
+    dist.recv(value, 1 - group.rank)
+    work.wait()
+    torch.ones(2) + value
+
+@world_size(2)
+def test_alone(group):
+    assert len("abc") == 4
+"""
+
+
+def test_an_advice_follows_from_what_ranks_exchanged(pytester: pytest.Pytester) -> None:
+    """As in a test of one process: only where no rank had anything of another."""
+    verdicts = run_example(pytester, ALIKE).verdicts
+    assert {v.cause for v in verdicts.values()} == {"assertion"}
+    as_of_one = {name for name, v in verdicts.items() if v.advice == CAUSES["assertion"].advice}
+    assert as_of_one == {"test_alone"}
+
+
+LATE = """
+import datetime
+
+def compute(seconds):
+    x, end = torch.ones(64, 64), time.monotonic() + seconds
+    while time.monotonic() < end:
+        x = x @ x / 64
+
+@world_size(3)
+def test_loads(group):
+    dist.barrier()
+    compute(9 if group.rank == 2 else 0)  # longer than the host waits for the others of a rank that failed
+    try:
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=1), wait_all_ranks=True)
+    except RuntimeError:
+        raise ValueError("other ranks did not load") from None
+
+@world_size(2)
+def test_prepares(group):
+    side = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    compute(9 if group.rank == 0 else 0)
+    try:
+        dist.all_reduce(torch.ones(2), group=side)
+    except RuntimeError as error:
+        raise OSError("no data") from error
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_at_work_that_missed_a_time_limit_is_late(pytester: pytest.Pytester) -> None:
+    """That its loop has no end was not observed."""
+    verdicts = run_example(pytester, LATE).verdicts
+    found = {name: (v.outcome, v.cause, v.ranks) for name, v in verdicts.items()}
+    assert found == {"test_loads": ("SLOW", "straggler", (2,)), "test_prepares": ("SLOW", "straggler", (0,))}

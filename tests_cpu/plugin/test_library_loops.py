@@ -1,0 +1,79 @@
+"""A library that runs the user's loop: the order of ranks shows in its lines, where the user's line is the same for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_nsa.testing import run_example
+
+LIBRARY = """
+import torch, torch.distributed as dist
+
+
+class Trainer:
+    def fit(self, stops):
+        for epoch in range(4):
+            for batch in range(3):
+                self.step()
+            if stops(epoch):
+                break
+        self.report()
+
+    def step(self):
+        dist.all_reduce(torch.ones(6))
+
+    def report(self):
+        dist.all_gather([torch.empty(2) for _ in range(dist.get_world_size())], torch.ones(2))
+
+
+class Stage:
+    def __init__(self, chunks):
+        self.chunks, self.rank, self.last = chunks, dist.get_rank(), dist.get_world_size() - 1
+
+    def run(self, *given):
+        x = torch.ones(5)
+        for i in range(self.chunks):
+            if self.rank > 0:
+                dist.recv(x, self.rank - 1)
+            if self.rank < self.last:
+                dist.send(x, self.rank + 1)
+        for i in range(self.chunks):
+            if self.rank < self.last:
+                dist.recv(x, self.rank + 1)
+            if self.rank > 0:
+                dist.send(x, self.rank - 1)
+"""
+EXAMPLE = """
+from loops.trainer import Stage, Trainer
+
+@world_size(3)
+@pytest.mark.timeout(60)
+def test_stops_alone(group):
+    Trainer().fit(lambda epoch: (group.rank, epoch) == (1, 1))
+
+@world_size(3)
+@pytest.mark.timeout(60)
+def test_a_chunk_more(group):
+    stage = Stage(5 if group.rank == 1 else 4)
+    for step in range(2):
+        if group.rank == 0:
+            stage.run("input")
+        elif group.rank == 2:
+            stage.run("labels")
+        else:
+            stage.run()
+"""
+
+
+def test_a_rank_that_is_elsewhere_in_a_library_s_loops(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = pytester.mkdir("lib") / "python3.11" / "site-packages"  # as installed ones are found
+    (packages / "loops").mkdir(parents=True)
+    (packages / "loops" / "trainer.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(packages), prepend=":")
+    result = run_example(pytester, EXAMPLE)
+    found = {name: (v.cause, v.ranks) for name, v in result.verdicts.items()}
+    assert found == {
+        "test_stops_alone": ("skipped_collective", (1,)), "test_a_chunk_more": ("p2p_unmatched", (1,)),
+    }  # fmt: skip
