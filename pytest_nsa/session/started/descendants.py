@@ -119,15 +119,13 @@ class StartedRanks:
             return False
         if not self.processes.has_any:
             self.processes.has_any = True
-            self._before_first_child()
+            self._follow_first_child()
         if not self._hooks_forks and "torch.distributed" in sys.modules:
             self._hook_forks()
         return True
 
     @_harmless
-    def _before_first_child(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._take_interrupt()
+    def _follow_first_child(self) -> None:
         self._follow()
 
     @_harmless
@@ -145,12 +143,14 @@ class StartedRanks:
         self.announcer.follow(owner if item is not None and owner == item.nodeid else "", self.processes.of_fixtures())
 
     def _take_interrupt(self) -> None:
+        """Take Ctrl-C before the first fixture, until the session ends: a suite may compare handlers around each test."""
         before = signal.getsignal(signal.SIGINT)
-        if before is not signal.default_int_handler:  # the test's own, or asyncio's while its loop runs
+        is_taken = self._undo_signal is not None or threading.current_thread() is not threading.main_thread()
+        if is_taken or before is not signal.default_int_handler:  # the program's own
             return
 
         def interrupted(number: int, frame: FrameType | None) -> None:
-            if self.processes.is_here and not self._is_concluding:
+            if self.processes.is_here and self.processes.has_any and not self._is_concluding:
                 self._at_interrupt(frame)
             before(number, frame)
 
@@ -169,13 +169,11 @@ class StartedRanks:
         if isinstance(item, Ranked) or marked.takes(item, "launch"):
             return (yield)
         self._ended, self._is_in_phase = "", False
+        self._take_interrupt()
         self._begin(item)
         try:
             return (yield)
         finally:
-            if self._undo_signal is not None:
-                self._undo_signal()
-                self._undo_signal = None
             if not is_interrupted():
                 self.interrupted = []  # the test has caught it
             if self.processes.has_any:
@@ -403,7 +401,9 @@ class StartedRanks:
                 terminalreporter.write_line(visible(line))
 
     def pytest_unconfigure(self) -> None:
-        """Leave subprocess and multiprocessing as they were."""
+        """Leave Ctrl-C, subprocess and multiprocessing as they were."""
+        if self._undo_signal is not None:
+            self._undo_signal()
         self._undo_starts()
         with contextlib.suppress(OSError):
             self.announcer.close()
