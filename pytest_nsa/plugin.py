@@ -107,7 +107,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         found = find(argname, node)
         return found and sorted(found, key=lambda definition: not _is_ours(definition))  # the last one wins
 
-    if any(len(find(name, session) or ()) > 1 for name in (*__all__, "pytest_nsa_plugin")):
+    root: Any = session if pytest.version_tuple >= (8,) else session.nodeid
+    if any(len(find(name, root) or ()) > 1 for name in (*__all__, "pytest_nsa_plugin")):
         manager.getfixturedefs = find_ours_last  # type: ignore[method-assign]
 
 

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
-from _pytest.fixtures import FixtureFunctionDefinition
 
 from pytest_nsa.settings import named_plugins
 
@@ -161,4 +160,10 @@ def origin_of(config: pytest.Config, plugin: object) -> str:
 
 def _has_fixtures(plugin: Any) -> bool:
     members = {**vars(type(plugin)), **getattr(plugin, "__dict__", {})}
-    return any(isinstance(member, FixtureFunctionDefinition) for member in members.values())
+    return any(map(_is_fixture, members.values()))
+
+
+def _is_fixture(member: Any) -> bool:
+    """Return whether a member is what `pytest.fixture` returns; before pytest 8.4 that is a function with an attribute."""
+    is_marked = isinstance(member, FunctionType) and hasattr(member, "_pytestfixturefunction")
+    return is_marked or type(member).__name__ == "FixtureFunctionDefinition"
