@@ -208,6 +208,7 @@ def _read_rank(
         pytest_exit=_first(of["pytest_exit"]),
         quit_debugger=bool(of["quit_debugger"]),
         gone=_first(seen["gone"]).get("time", 0.0),
+        appeared={e["path"]: e["written"] for e in seen["appeared"]},
         anomalies=tuple(of["anomaly"]),
         modules=_path(board, parameters.get("modules", ())),
         checksums=folder / "checksums.jsonl",
@@ -272,6 +273,7 @@ def _exception(e: Mapping[str, Any], body: str) -> RaisedException:
         chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
         in_loader=e.get("in_loader", False),
         network=e.get("network", ""),
+        missing=e.get("missing", ""),
         frames=tuple(Frame(file, line, name, is_own=file == body) for file, line, name in reversed(e.get("stack", ()))),
         counters=_counted(e.get("counters", ())),
     )

@@ -1,4 +1,4 @@
-"""What ranks did for each other before they failed: data that they exchanged, and a time limit that another rank missed."""
+"""What ranks did for each other before they failed: data that they exchanged, a time limit, a file that another rank wrote late."""
 
 from __future__ import annotations
 
@@ -70,3 +70,52 @@ def test_a_rank_at_work_that_missed_a_time_limit_is_late(pytester: pytest.Pytest
     verdicts = run_example(pytester, LATE).verdicts
     found = {name: (v.outcome, v.cause, v.ranks) for name, v in verdicts.items()}
     assert found == {"test_loads": ("SLOW", "straggler", (2,)), "test_prepares": ("SLOW", "straggler", (0,))}
+
+
+WRITTEN = """
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+@world_size(2)
+def test_reads_at_once(group, tmp_path):
+    if group.rank == 0:
+        wait_for(tmp_path / "has read")
+        (tmp_path / "shard").write_text("1 2 3")
+    else:
+        try:
+            (tmp_path / "shard").read_text()
+        finally:
+            (tmp_path / "has read").touch()
+    dist.barrier()
+
+@world_size(2)
+def test_reads_what_a_thread_writes(group, tmp_path):
+    def write():
+        wait_for(tmp_path / "has read")
+        (tmp_path / "index").write_text("1 2 3")
+
+    if group.rank == 0:
+        threading.Thread(target=write).start()
+    dist.barrier()
+    if group.rank == 1:
+        try:
+            torch.load(tmp_path / "index")
+        except OSError as error:
+            (tmp_path / "has read").touch()
+            raise ValueError("no index") from error
+    dist.barrier()
+
+@world_size(2)
+def test_reads_what_nobody_writes(group, tmp_path):
+    if group.rank == 1:
+        (tmp_path / "never").read_text()
+    dist.barrier()
+"""
+
+
+def test_a_file_that_was_written_after_it_was_not_found(pytester: pytest.Pytester) -> None:
+    verdicts = run_example(pytester, WRITTEN).verdicts
+    assert {(v.cause, v.ranks) for v in verdicts.values()} == {("rank_exception", (1,))}
+    late = {name for name, v in verdicts.items() if v.advice != CAUSES["rank_exception"].advice}
+    assert late == {"test_reads_at_once", "test_reads_what_a_thread_writes"}
