@@ -87,8 +87,13 @@ def _places(value: Any) -> bool:
 
 
 def is_counted(value: Any) -> bool:
-    """Return whether a value is a frame with the counters of its loops and the locations of its generators."""
-    return is_map(value) and has(value, {"at": is_text, "counters": is_map, "streams?": _list_of(is_text)})
+    """Return whether a value is a frame with the counters of its loops, the locations of its generators, and its exceptions."""
+    fields = {"at": is_text, "counters": is_map, "streams?": _list_of(is_text), "errors?": _list_of(_is_kept_error)}
+    return is_map(value) and has(value, fields)
+
+
+def _is_kept_error(value: Any) -> bool:
+    return is_map(value) and has(value, {"name": is_text, "says": is_text, "at": is_text})
 
 
 def is_looked_for(value: Any) -> bool:

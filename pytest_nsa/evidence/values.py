@@ -101,8 +101,7 @@ class ThreadError:
 class Handled:
     """An exception that a stalled rank was handling: in an ``except``, a ``finally``, an ``__exit__``.
 
-    ``text`` is its type and first argument, ``at`` the user's line that raised it, ``inside`` the line of the frame that handles
-    it.
+    ``text`` is its type and first argument, ``at`` the user's line that raised it, ``inside`` the line that handles it.
     """
 
     text: str
@@ -194,6 +193,7 @@ class RankEvidence:
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()  # of loops, by the user's location, outermost first
     handles: Handled | None = None
     streams: tuple[str, ...] = ()  # the locations of the user's generators in these loops
+    kept_errors: tuple[tuple[str, str, str], ...] = ()  # exceptions in its variables: name, text, raised at
     # The files that the innermost loop looks for: path, and, of one that is there, unchanged_s and is_open.
     looked_for: tuple[Mapping[str, Any], ...] = ()
     lines_seen: tuple[str, ...] = ()  # of the user's code, at which its heartbeat found the main thread in a stall

@@ -119,3 +119,47 @@ def test_a_file_that_was_written_after_it_was_not_found(pytester: pytest.Pyteste
     assert {(v.cause, v.ranks) for v in verdicts.values()} == {("rank_exception", (1,))}
     late = {name for name, v in verdicts.items() if v.advice != CAUSES["rank_exception"].advice}
     assert late == {"test_reads_at_once", "test_reads_what_a_thread_writes"}
+
+
+KEPT = """
+def read(group):
+    error = None
+    for attempt in range(3):
+        try:
+            return int("1" if group.rank or attempt else "one")
+        except ValueError as caught:
+            error = caught
+            if group.rank == 0:
+                break
+    while error is not None:
+        time.sleep(0.05)
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_waits_after_an_error(group):
+    read(group)
+    dist.barrier()
+
+@world_size(3)
+@pytest.mark.timeout(60)
+def test_skips_after_an_error(group):
+    failed = None
+    for step in range(4):
+        try:
+            if (group.rank, step) == (1, 2):
+                raise OSError("part 2 is truncated")
+            dist.all_reduce(torch.ones(2))
+        except OSError as error:
+            failed = error
+        dist.broadcast(torch.ones(3), 0)
+"""
+
+
+def test_an_exception_that_was_handled_and_kept_is_stated(pytester: pytest.Pytester) -> None:
+    verdicts = run_example(pytester, KEPT, "-o", "ranks_hang_after=4").verdicts
+    found = {name: (v.cause, v.ranks) for name, v in verdicts.items()}
+    assert found["test_waits_after_an_error"] == ("sleeping", (0,))
+    assert found["test_skips_after_an_error"] == ("skipped_collective", (1,))
+    kept = {name: [f.rank for f in v.evidence if f.kind == "handled_exception"] for name, v in verdicts.items()}
+    assert kept == {"test_waits_after_an_error": [0], "test_skips_after_an_error": [1]}
+    assert "part 2 is truncated" in verdicts["test_skips_after_an_error"].reason
