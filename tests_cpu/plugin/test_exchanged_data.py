@@ -163,3 +163,38 @@ def test_an_exception_that_was_handled_and_kept_is_stated(pytester: pytest.Pytes
     kept = {name: [f.rank for f in v.evidence if f.kind == "handled_exception"] for name, v in verdicts.items()}
     assert kept == {"test_waits_after_an_error": [0], "test_skips_after_an_error": [1]}
     assert "part 2 is truncated" in verdicts["test_skips_after_an_error"].reason
+
+
+GROUPS = """
+@world_size(3)
+@pytest.mark.timeout(60)
+def test_a_ring_of_odd_length(group):
+    there, back = dist.new_group(), dist.new_group()
+    following, previous = (group.rank + 1) % 3, (group.rank - 1) % 3
+    for turn in range(2):
+        if group.rank % 2 == 0:
+            dist.send(torch.ones(5), following, group=there)
+            dist.recv(torch.ones(5), previous, group=back)
+        else:
+            dist.recv(torch.ones(5), previous, group=there)
+            dist.send(torch.ones(5), following, group=back)
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_an_answer_in_the_group_of_questions(group):
+    questions, answers = dist.new_group(), dist.new_group()
+    for step in range(4):
+        if group.rank == 0:
+            dist.send(torch.ones(2), 1, group=questions)
+            dist.recv(torch.ones(2), 1, group=answers)
+        else:
+            dist.recv(torch.ones(2), 0, group=questions)
+            dist.send(torch.ones(2), 0, group=questions if step == 2 else answers)
+"""
+
+
+def test_two_halves_of_a_message_that_fit_but_for_their_groups(pytester: pytest.Pytester) -> None:
+    verdicts = run_example(pytester, GROUPS).verdicts
+    assert {v.cause for v in verdicts.values()} == {"p2p_unmatched"}
+    assert all(v.advice != CAUSES["p2p_unmatched"].advice for v in verdicts.values())
+    assert set(verdicts["test_a_ring_of_odd_length"].ranks) <= {0, 2}
