@@ -76,7 +76,7 @@ def program_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, bool]]:
     while frame is not None:
         name = frame.f_code.co_filename
         is_user = is_user_file(name)
-        if is_user or _is_installed(name):
+        if is_user or (_is_installed(name) and not _in_package(name).startswith(_RUNNERS)):
             yield frame, is_user
         frame = frame.f_back
 
@@ -104,7 +104,8 @@ WITHIN = (
 )
 _LIBRARY_BYTES = 120  # of these lines: they share a field of the board with the callers
 _SCHEDULES = os.path.join("torch", "distributed", "pipelining", "")  # they make the user's calls, as a trainer does
-_FRAMEWORK = tuple(name + os.sep for name in ("torch", "_pytest", "pluggy"))
+_RUNNERS = tuple(name + os.sep for name in ("_pytest", "pluggy"))  # they call the program
+_FRAMEWORK = ("torch" + os.sep, *_RUNNERS)
 
 
 @functools.cache

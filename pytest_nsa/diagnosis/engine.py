@@ -211,6 +211,9 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
         ended = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
         finding = replace(finding, reason=f"{finding.reason} (a consequence: {ended})")
     culprits = [r for r in ranks if r.rank in finding.ranks]
+    kept = next(((r.rank, *r.kept_errors[-1]) for r in culprits if r.kept_errors), None)
+    if kept is not None:
+        finding = replace(finding, reason=f"{finding.reason}; rank {kept[0]} had handled {kept[2]} (at {kept[3]})")
     machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
     common["parameters_missing"] = parameters_missing(evidence, finding.ranks)
     outcome = _outcome(evidence, finding)

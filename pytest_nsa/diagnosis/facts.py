@@ -58,6 +58,14 @@ def counters_fact(rank: RankEvidence) -> Fact | None:
     return Fact(rank=rank.rank, kind="counters", file=f"rank{rank.rank}/counters.json", text=text) if text else None
 
 
+def kept_errors_fact(rank: RankEvidence) -> Fact | None:
+    """Return the exceptions that the rank's functions had handled and kept in a variable when it stalled."""
+    if not rank.kept_errors:
+        return None
+    text = "; ".join(f"{name} = {error}, raised at {at}" for name, error, at in rank.kept_errors)
+    return Fact(rank=rank.rank, kind="handled_exception", file=f"rank{rank.rank}/counters.json", text=text)
+
+
 def board_fact(rank: RankEvidence) -> Fact | None:
     """Return step, phase, gradients and the collective that the rank is in, from its board."""
     board = rank.board
@@ -199,7 +207,7 @@ def few(names: Iterable[str]) -> str:
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
     """Return every rank's location, which every verdict on a stall cites."""
-    kinds = stack_fact, counters_fact, board_fact, missing_fact, process_fact, native_fact, ddp_fact
+    kinds = stack_fact, counters_fact, kept_errors_fact, board_fact, missing_fact, process_fact, native_fact, ddp_fact
     return tuple(fact for rank in ranks for kind in kinds if (fact := _made(kind, rank)) is not None)
 
 

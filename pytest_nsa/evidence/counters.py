@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +27,7 @@ def reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Map
     """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] without any."""
     found = counters.get(name) if isinstance(counters, dict) else None
     return found if isinstance(found, list) and all(map(check, found)) else []
+
+
+def counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
+    return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
-from pytest_nsa.evidence.counters import counters_of, reported
+from pytest_nsa.evidence.counters import counted, counters_of, reported
 from pytest_nsa.evidence.first_gone import last_beat, mark_first_gone, stalled_until_the_end
 from pytest_nsa.evidence.native import fatal_signal, innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
@@ -215,6 +215,7 @@ def _read_rank(
         pytest_exit=_first(of["pytest_exit"]),
         quit_debugger=bool(of["quit_debugger"]),
         gone=_first(seen["gone"]).get("time", 0.0),
+        appeared={e["path"]: e["written"] for e in seen["appeared"]},
         anomalies=tuple(of["anomaly"]),
         modules=_path(board, parameters.get("modules", ())),
         checksums=folder / "checksums.jsonl",
@@ -227,8 +228,9 @@ def _read_rank(
         backend=job.backend,
         machine=machine,
         memory_mib=start.get("memory_mib", 0.0),
-        counters=(raised[0].counters if raised else ()) or _counted(frames),
+        counters=(raised[0].counters if raised else ()) or counted(frames),
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
+        kept_errors=tuple((e["name"], e["says"], e["at"]) for frame in frames for e in frame.get("errors", ())),
         looked_for=tuple(reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_key_uses(of["key_set"], own.get("keys", ())),
@@ -280,8 +282,9 @@ def _exception(e: Mapping[str, Any], origin: Origin) -> RaisedException:
         chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
         in_loader=e.get("in_loader", False),
         network=e.get("network", ""),
+        missing=e.get("missing", ""),
         frames=tuple(origin.frame(*place) for place in reversed(e.get("stack", ()))),
-        counters=_counted(e.get("counters", ())),
+        counters=counted(e.get("counters", ())),
     )
 
 
@@ -336,10 +339,6 @@ def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
     if not isinstance(own, dict) or not has(own, OWN_WORDS):
         return {}
     return own if own["time"] >= until - stalled_s - 1.0 else {}
-
-
-def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
-    return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)
 
 
 def _threads(dump: str, own: str, origin: Origin) -> tuple[ThreadStack, ...]:

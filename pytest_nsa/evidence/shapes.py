@@ -87,8 +87,13 @@ def _places(value: Any) -> bool:
 
 
 def is_counted(value: Any) -> bool:
-    """Return whether a value is a frame with the counters of its loops and the locations of its generators."""
-    return is_map(value) and has(value, {"at": is_text, "counters": is_map, "streams?": _list_of(is_text)})
+    """Return whether a value is a frame with the counters of its loops, the locations of its generators, and its exceptions."""
+    fields = {"at": is_text, "counters": is_map, "streams?": _list_of(is_text), "errors?": _list_of(_is_kept_error)}
+    return is_map(value) and has(value, fields)
+
+
+def _is_kept_error(value: Any) -> bool:
+    return is_map(value) and has(value, {"name": is_text, "says": is_text, "at": is_text})
 
 
 def is_looked_for(value: Any) -> bool:
@@ -113,7 +118,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "sampled": {"beat_age_s?": _numbers_by_name},
     "native": {"rank": _int, "absent": is_text},
     "gpus": {"gpus": _list_of(is_map)},
-    "xid": {"gpu": _int, "xid": _int},
+    "xid": {"gpu": _int, "xid": _int}, "appeared": {"rank": _int, "path": is_text, "written": is_number},
     "gone": {"rank": _int},
     "told": {"of": _int, "kind": is_text, "file": is_text, "says": is_text},
     "process": {
@@ -135,7 +140,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
         "raised_in?": is_text, "chain?": _list_of(_list_of(is_text)), "in_loader?": is_flag, "network?": is_text,
-        "stack?": _places, "counters?": _list_of(is_counted),
+        "missing?": is_text, "stack?": _places, "counters?": _list_of(is_counted),
     },
     "thread_exception": {
         "whose": is_text, "type": is_text, "message": is_text, "where": is_text, "raised_in": is_text, "future": _int,

@@ -49,7 +49,7 @@ class RaisedException:
 
     ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
     it was raised while a batch was taken from a data loader's worker. ``network``: the interface, host or port that the rank found
-    unusable. ``frames``: its stack, innermost first; ``counters``: of the loops in it, as `RankEvidence.counters`.
+    unusable; ``missing``: the file that it did not find. ``frames``: its stack, innermost first; ``counters``: of its loops.
     """
 
     time: float
@@ -64,6 +64,7 @@ class RaisedException:
     chain: tuple[tuple[str, str, str], ...]
     in_loader: bool = False
     network: str = ""
+    missing: str = ""
     frames: tuple[Frame, ...] = ()
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
 
@@ -101,8 +102,7 @@ class ThreadError:
 class Handled:
     """An exception that a stalled rank was handling: in an ``except``, a ``finally``, an ``__exit__``.
 
-    ``text`` is its type and first argument, ``at`` the user's line that raised it, ``inside`` the line of the frame that handles
-    it.
+    ``text`` is its type and first argument, ``at`` the user's line that raised it, ``inside`` the line that handles it.
     """
 
     text: str
@@ -191,10 +191,10 @@ class RankEvidence:
     machine: str = ""
     memory_mib: float = 0.0  # of its machine or container; 0: unknown
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
-    # Loop counters, by location in the user's code, outermost first.
-    counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
+    counters: tuple[tuple[str, Mapping[str, int]], ...] = ()  # of loops, by the user's location, outermost first
     handles: Handled | None = None
     streams: tuple[str, ...] = ()  # the locations of the user's generators in these loops
+    kept_errors: tuple[tuple[str, str, str], ...] = ()  # exceptions in its variables: name, text, raised at
     # The files that the innermost loop looks for: path, and, of one that is there, unchanged_s and is_open.
     looked_for: tuple[Mapping[str, Any], ...] = ()
     lines_seen: tuple[str, ...] = ()  # of the user's code, at which its heartbeat found the main thread in a stall
@@ -206,6 +206,9 @@ class RankEvidence:
     gradients_missing: tuple[MissingGradients, ...] = ()  # by a requested trace; one entry for steps that lack the same
     # By step, a checksum of the order in which gradients became ready.
     ready_orders: Mapping[int, int] = field(default_factory=dict)
+    appeared: Mapping[str, float] = field(
+        default_factory=dict
+    )  # files that it did not find, and when each was written later
     needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
     wrapped: tuple[Wrapped, ...] = ()  # the models that DDP wraps, in order
 

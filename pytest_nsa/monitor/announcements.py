@@ -36,11 +36,12 @@ class Suspicions:
             evidence = with_sources(load(self.folder))
             found = suspect(evidence)
             if found is not None and found.ends_the_test:
-                evidence = with_counters(evidence)
-                found = suspect(evidence)
-            if found is not None:
-                if found.ends_the_test and may_act(evidence):
+                if may_act(evidence):
                     found = replace(found, certain=False, is_permanent=False)
+                else:
+                    evidence = with_counters(evidence)
+                    found = suspect(evidence)
+            if found is not None:
                 self._consider(found, evidence, watch)
         except Exception as error:  # the test runs: what cannot be read now must not end it
             _note(self.folder, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pytest_nsa.diagnosis.facts import in_backward
 from pytest_nsa.diagnosis.verdict import RULE_FAILED, Verdict
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.monitor.host_log import note
 from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.traces import merge
@@ -42,6 +44,8 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
 
     began = wall_clock()
     evidence = load(folder)
+    if _note_files_that_appeared(evidence):
+        evidence = load(folder)
     if not all(rank.passed for rank in evidence.ranks):
         evidence = with_sources(evidence)
     verdict = diagnose(evidence, rules)
@@ -54,6 +58,17 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
             write_verdict(folder, verdict)
             _merge_logs(folder, evidence, verdict)
     return verdict, evidence
+
+
+def _note_files_that_appeared(evidence: Evidence) -> bool:
+    """Note in host.jsonl which files that ranks did not find exist now, and when they were written. Return whether any do."""
+    found = {(rank.rank, error.missing) for rank in evidence.ranks for error in rank.exceptions if error.missing}
+    has_any = False
+    for rank, path in sorted(found):
+        with contextlib.suppress(OSError, ValueError):
+            note(evidence.folder / "host.jsonl", "appeared", rank=rank, path=path, written=os.lstat(path).st_mtime)
+            has_any = True
+    return has_any
 
 
 def _figures(evidence: Evidence) -> dict[str, float]:

@@ -26,6 +26,14 @@ class Trainer:
         dist.all_gather([torch.empty(2) for _ in range(dist.get_world_size())], torch.ones(2))
 
 
+def total(values):
+    if not values:
+        return 0.0
+    t = torch.tensor(float(sum(values)))
+    dist.all_reduce(t)
+    return float(t)
+
+
 class Stage:
     def __init__(self, chunks):
         self.chunks, self.rank, self.last = chunks, dist.get_rank(), dist.get_world_size() - 1
@@ -44,7 +52,7 @@ class Stage:
                 dist.send(x, self.rank - 1)
 """
 EXAMPLE = """
-from loops.trainer import Stage, Trainer
+from loops.trainer import Stage, Trainer, total
 
 @world_size(3)
 @pytest.mark.timeout(60)
@@ -62,6 +70,16 @@ def test_a_chunk_more(group):
             stage.run("labels")
         else:
             stage.run()
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_asserts_what_it_skipped(group):
+    assert total([1.0, 2.0] if group.rank else []) == 3
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_asserts_before_it_calls(group):
+    assert group.rank == 0 and total([3.0]) == 3
 """
 
 
@@ -76,4 +94,6 @@ def test_a_rank_that_is_elsewhere_in_a_library_s_loops(
     found = {name: (v.cause, v.ranks) for name, v in result.verdicts.items()}
     assert found == {
         "test_stops_alone": ("skipped_collective", (1,)), "test_a_chunk_more": ("p2p_unmatched", (1,)),
+        "test_asserts_what_it_skipped": ("skipped_collective", (0,)),
+        "test_asserts_before_it_calls": ("rank_exception", (1,)),
     }  # fmt: skip

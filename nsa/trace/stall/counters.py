@@ -19,12 +19,14 @@ from types import CodeType, FrameType, GeneratorType
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import wall_clock, write_atomically
 from nsa.trace.frames import describe, is_user_file, program_frames
+from nsa.trace.stall.held_up import error_of
 from nsa.trace.stall.looked_for import files_looked_for
 
 FILE = "counters.json"
 REQUEST = "counters.asked"
 MOST_FRAMES = 256
 MOST_STREAMS = 8  # of a frame
+MOST_ERRORS = 4  # of a frame
 LARGEST = 1 << 53  # JSON readers represent smaller numbers exactly
 
 
@@ -63,17 +65,22 @@ def _streams_of(frame: FrameType) -> list[str]:
     return [describe(g.gi_frame) for g in generators if is_user_file(g.gi_code.co_filename)][:MOST_STREAMS]
 
 
+def _errors_of(frame: FrameType) -> list[dict[str, str]]:
+    """Return the exceptions in the variables of a frame: they were handled, and the program keeps them."""
+    values = [(name, v) for name, v in frame.f_locals.items() if issubclass(type(v), BaseException)][:MOST_ERRORS]
+    return [{"name": name, **error_of(error)} for name, error in values]
+
+
 def write_counters(folder: Path, thread: int) -> None:
-    """Write counters.json: the user's frames of a thread, outermost first, with their counters; those of libraries that have
-    counters; and the files that its innermost loop looks for.
+    """Write counters.json: the user's frames of a thread, outermost first, with their counters and the exceptions that they keep;
+    those of libraries that have counters; and the files that its innermost loop looks for.
     """
-    frames = []
+    frames: list[dict[str, object]] = []
     for frame, is_user in itertools.islice(program_frames(sys._current_frames().get(thread)), MOST_FRAMES):
         counted = counters_of(frame)
         if is_user or counted:
-            frames.append(
-                {"at": describe(frame), "counters": counted, "streams": _streams_of(frame) if is_user else []}
-            )
+            kept = {"streams": _streams_of(frame), "errors": _errors_of(frame)} if is_user else {}
+            frames.append({"at": describe(frame), "counters": counted, **kept})
     found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test is ended all the same
         write_atomically(folder / FILE, dumps(found))

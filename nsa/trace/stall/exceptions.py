@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -68,6 +69,12 @@ def record_thread_exception(folder: Path, error: BaseException, owner: str, futu
     )  # fmt: skip
 
 
+def _missing_file(error: BaseException) -> str:
+    """Return the path of the file that a FileNotFoundError is about; '' for other exceptions."""
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    return os.path.abspath(name) if type(name) is str and name else ""
+
+
 def record_exception(
     folder: Path, error: BaseException, when: str, test: traceback.FrameSummary | None = None, **more: str
 ) -> None:
@@ -76,10 +83,12 @@ def record_exception(
     """
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
+    missing = _missing_file(error)
     cause = error.__cause__ or error.__context__
     while cause is not None and len(chain) < MAX_CHAIN:
         inner = traceback.extract_tb(cause.__traceback__)
         chain.append((message_of(cause), inner[-1].filename if inner else "", type(cause).__name__))
+        missing = missing or _missing_file(cause)
         cause = cause.__cause__ or cause.__context__
     place = _user_line(frames, recursion=isinstance(error, RecursionError)) or test or (frames[-1] if frames else None)
     record(
@@ -101,5 +110,6 @@ def record_exception(
         stack=[(f.filename, f.lineno or 0, f.name) for f in frames[-MAX_FRAMES:]],
         counters=counters_at(error),
         **more,
+        **({"missing": missing} if missing else {}),
         **({"network": network} if (network := unusable_network(message)) else {}),
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.messages import ended
-from pytest_nsa.diagnosis.explain.program import Order, Position, compare, position_of
+from pytest_nsa.diagnosis.explain.program import Order, Position, compare, position_of, position_within
 from pytest_nsa.diagnosis.facts import awaited, exception_fact
 from pytest_nsa.diagnosis.rules.absence import finding_without
 from pytest_nsa.diagnosis.rules.exits import first_exceptions, rank_raised
@@ -99,6 +99,10 @@ def _passed(
     if found.order is Order.AFTER:
         is_behind = bool(found.parted) and not _leaves_at(sources, found.parted[1].place, found.parted[0].line)
     else:
+        if (
+            call.library and mine[-1:] == theirs[-1:]
+        ):  # the line called a function of a library, in which the waiting rank is
+            theirs += position_within(waiter, theirs[-1].place)[:1]
         is_behind = found.order in (Order.SAME, Order.UNKNOWN) and _has_evaluated(sources, error, mine, theirs)
     if not is_behind or found.is_counted:
         return _Passed.YES if is_behind else _Passed.NO

@@ -42,6 +42,7 @@ _LOADER_TEXTS = ("DataLoader worker (pid", "DataLoader timed out after")  # the 
 _CAUGHT = re.compile(r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.")
 _TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 LEAVES = ("SystemExit", "Exit")
+LATE_FILE = "let the ranks meet between the writing and the reading of the file: what should do so let this rank pass"
 # The kernel sends these for an instruction of the process, and abort() sends SIGABRT: no other process is their sender.
 _OF_A_CRASH = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT)
 _OF_CRASHES = "native code crashed: look at the innermost call of the stack (rank*/fatal.txt), and run it alone"
@@ -187,13 +188,18 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
         where = last_seen(first_rank) or where  # no line of the test is known: at the test
     reason += late_hint(error.message)
+    is_late = error.missing in first_rank.appeared
+    if is_late:
+        after = max(0.0, first_rank.appeared[error.missing] - error.time)
+        reason += f"; that file was written {after:.1f} s later: the rank read it before its writer was done"
     if waited:
         reason += f" ({describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
+    later = [(r, e) for r, e in found if r in others]
+    advice = _advice_on_a_failure(evidence, same, later) if cause == "assertion" else ""
     return Finding(
-        cause=cause, ranks=culprits, where=where,
-        module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "", reason=reason,
-        certain=True, confidence=0.95,
-        advice=_advice_on_a_failure(evidence, same, [(r, e) for r, e in found if r in others]) if cause == "assertion" else "",
+        cause=cause, ranks=culprits, where=where, reason=reason, certain=True, confidence=0.95,
+        module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "",
+        advice=LATE_FILE if is_late else advice,
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
@@ -18,6 +19,7 @@ from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence
 
 SLOW = 1e8  # bytes a second
+IN_ONE_GROUP = "send and receive in one group: messages of two groups do not meet"
 
 
 def unpaired(evidence: Evidence) -> Finding | None:
@@ -25,7 +27,11 @@ def unpaired(evidence: Evidence) -> Finding | None:
     entered = held_in_messages(evidence)
     if entered is None:
         return None
-    return _dropped(evidence, entered) or finding_of_messages(evidence, entered)
+    found = _dropped(evidence, entered) or finding_of_messages(evidence, entered)
+    halves = _in_other_groups(evidence, entered)
+    if found is None or not halves:
+        return found
+    return replace(found, reason=f"{halves}; {found.reason}", advice=IN_ONE_GROUP)
 
 
 def held_in_messages(evidence: Evidence) -> Calls | None:
@@ -100,6 +106,22 @@ def is_paired(rank: int, call: Collective, pending: Calls) -> bool:
     if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):
         return False
     return {call.is_send, other.is_send} == {True, False}
+
+
+def _in_other_groups(evidence: Evidence, entered: Calls) -> str:
+    """Return that two ranks are in the halves of one message, in different groups of the same ranks; '' where none are."""
+    for rank, call in sorted(entered.items()):
+        other = entered.get(call.peer)
+        if other is None or other.peer != rank or not call.is_send or not other.is_receive or call.group == other.group:
+            continue
+        fits = (call.note, call.dtype, call.count) == (other.note, other.dtype, other.count)
+        if fits and evidence.members(call.group) == evidence.members(other.group):
+            sends, receives = (
+                f"rank {rank} sends in group {call.group}",
+                f"rank {call.peer} receives in group {other.group}",
+            )
+            return f"the halves of a message are in different groups: {sends}, {receives}"
+    return ""
 
 
 def _is_long(call: Collective, stalled_s: float) -> bool:
