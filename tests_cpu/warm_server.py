@@ -215,10 +215,6 @@ def _interpret(arguments: list[str]) -> int:
         if arguments[0] == "-u":
             sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         arguments = arguments[1:]
-    added = [
-        folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path
-    ]
-    sys.path[1:1] = added
     kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
     what, *rest = arguments[1:] if kind else arguments
     sys.argv = [kind if kind == "-c" else what, *rest]
@@ -260,6 +256,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         tempfile.tempdir = None  # TMPDIR names another one
         sys.path[0] = request["cwd"]
+        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [folder for folder in named if folder and folder not in sys.path]
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
         if request.get("session"):
             os.setsid()
