@@ -83,14 +83,11 @@ def test_asserts_before_it_calls(group):
 """
 
 
-def test_a_rank_that_is_elsewhere_in_a_library_s_loops(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_elsewhere_in_a_library_s_loops(pytester: pytest.Pytester) -> None:
     packages = pytester.mkdir("lib") / "python3.11" / "site-packages"  # as installed ones are found
     (packages / "loops").mkdir(parents=True)
     (packages / "loops" / "trainer.py").write_text(LIBRARY)
-    monkeypatch.setenv("PYTHONPATH", str(packages), prepend=":")
-    result = run_example(pytester, EXAMPLE)
+    result = run_example(pytester, f"import sys\nsys.path.insert(0, {str(packages)!r})\n{EXAMPLE}")
     found = {name: (v.cause, v.ranks) for name, v in result.verdicts.items()}
     assert found == {
         "test_stops_alone": ("skipped_collective", (1,)), "test_a_chunk_more": ("p2p_unmatched", (1,)),
