@@ -11,24 +11,11 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import lists, selection_backward, selection_forward, selection_forward_tma, union
+from nsa.kernels.triton import lists, selection_backward, selection_forward, union
 from nsa.kernels.triton.branches import Pair, Rows
-from nsa.kernels.triton.launch import (
-    COPIED,
-    LOG2E,
-    can_copy_rows,
-    can_describe,
-    can_use_gluon,
-    descriptors,
-    even_stages,
-    gluon_descriptor,
-    head_dims,
-    launch,
-    meta,
-    rows_for,
-)
+from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, head_dims, launch, meta, rows_for
 from nsa.kernels.triton.sequences import Range, Sequences
-from nsa.kernels.triton.tiles import Ring, cache_of, capability, keys_at_once, ring, tile, widths
+from nsa.kernels.triton.tiles import cache_of, capability, keys_at_once, tile, widths
 
 Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -136,7 +123,6 @@ def piece_of(h: int) -> int:
     return max(16, triton.next_power_of_2(1024 // h // 2 + 1))
 
 
-LARGE_PIECE = 256  # queries of an item where a program that waits for its keys has a multiprocessor to itself
 BACKWARD_PIECE = 256  # queries of an item there, whose dk and dv are parts in memory
 
 
@@ -159,16 +145,6 @@ def _has_wgmma(q: torch.Tensor) -> bool:
     return capability(q.device).startswith("sm_9") and q.element_size() == 2
 
 
-def ring_of_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, selection: Selection
-) -> Ring | None:
-    """Return the ring in which rows of queries arrive by TMA; None where they do not, or heads and columns make no whole copies."""
-    h, d_v = q.shape[1] // k.shape[1], v.shape[-1]
-    fits = d_v in (64, 128) and selection.sub_block == selection_forward_tma.KEYS.value
-    can_serve = fits and can_use_gluon(h, q, k, v) and can_copy_rows(h, q)
-    return ring("selected", q, d_v, sequences.longest) if can_serve else None
-
-
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, totals: torch.Tensor,
     sequences: Sequences, at: Range, selection: Selection, scale: float, out: torch.Tensor, lse: torch.Tensor,
@@ -177,9 +153,8 @@ def attend(
     """Write output and log-sum-exp of the selected branch of the queries of ``at``; given (o_cmp, o_win, gates, total), the
     gated sum to the last (Eq. 5); and the lists of their picks (`make_lists`).
     """
-    h, G = q.shape[1] // k.shape[1], k.shape[1]
-    piece = LARGE_PIECE if ring_of_rows(q, k, v, sequences, selection) is not None else piece_of(h)
-    items = make_lists(picks, entries, totals, sequences, at, selection, piece)
+    G = k.shape[1]
+    items = make_lists(picks, entries, totals, sequences, at, selection, piece_of(q.shape[1] // G))
     unions = unite(picks, q, k, v, sequences, at, selection)
     parts = selected_forward(q, k, v, entries, items, unions, sequences, at, selection, scale)
     merge_parts(parts, picks, unions, out, lse, G, sequences, at, selection, gated)
@@ -267,17 +242,6 @@ def selected_forward(
     H, G = q.shape[1], k.shape[1]
     parts = q.new_empty(at.tokens * H * selection.parts, v.shape[-1])
     lse = q.new_empty(at.tokens * H * selection.parts, dtype=torch.float32)
-    in_gluon = ring_of_rows(q, k, v, sequences, selection)
-    if in_gluon is not None:
-        launch(
-            selection_forward_tma.selected_forward_tma, (len(items.items), selection.sub_blocks), q,
-            gluon_descriptor(q.view(-1, q.shape[-1]), H // G, COPIED), k, v, entries, items.items,
-            items.items if unions is None else unions.choice, parts, lse, q if at.table is None else at.table, sequences.longest,
-            H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G, DK=q.shape[-1], DV=v.shape[-1],
-            STAGES=even_stages(in_gluon),
-            UNITED=unions is not None, PACKED=at.table is not None, num_warps=4,
-        )  # fmt: skip
-        return parts, lse
     t = tile("selected", q, v.shape[-1], sequences.longest)
     launch(
         selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,13 +33,6 @@ class Tile(NamedTuple):
     loops: int = 1
     tma: bool = False
     registers: int = 0
-
-
-class Ring(NamedTuple):
-    """Keys of a tile, and tiles under way, of a kernel in Gluon."""
-
-    bn: int
-    stages: int
 
 
 class Widths(NamedTuple):
@@ -72,17 +65,6 @@ def widths(d: int) -> Widths:
 def tile(kernel: str, q: torch.Tensor, d_v: int, longest: int) -> Tile:
     """Return the tile of a kernel for queries like ``q`` [T, H, Dk], in sequences of ``longest`` tokens at most."""
     return _tile(kernel, q.shape[-1], d_v, q.element_size(), longest < LONG, capability(q.device))
-
-
-def ring(kernel: str, q: torch.Tensor, d_v: int, longest: int) -> Ring | None:
-    """Return the ring with which a kernel in Gluon serves queries like ``q``; None where the plain kernel does."""
-    return _ring(name_of(kernel, q.shape[-1], d_v, q.element_size()), longest < LONG, capability(q.device))
-
-
-@functools.cache
-def _ring(name: str, is_short: bool, on: str) -> Ring | None:
-    sizes = measured_rings(on)
-    return (sizes.get(f"{name} short") if is_short else None) or sizes.get(name)
 
 
 @functools.cache
@@ -127,19 +109,8 @@ def cache_of(device: torch.device) -> int:
 @functools.cache
 def measured(on: str) -> dict[str, Tile]:
     """Return what tiles.json has for a GPU, by `name_of`, with ' short' behind it for what was measured on shorter sequences."""
-    return {name: Tile(*sizes) for name, sizes in _read(on).items()}
-
-
-@functools.cache
-def measured_rings(on: str) -> dict[str, Ring]:
-    """Return, by the same names, where kernels in Gluon were faster, and with which ring."""
-    return {name: Ring(*sizes) for name, sizes in _read(f"{on} gluon").items()}
-
-
-def _read(part: str) -> dict[str, list[Any]]:
     table = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
-    found: dict[str, list[Any]] = table.get(part, {})
-    return found
+    return {name: Tile(*sizes) for name, sizes in table.get(on, {}).items()}
 
 
 def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
