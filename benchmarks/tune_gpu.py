@@ -24,11 +24,11 @@ from unittest import mock
 
 import torch
 from ahead import compiling
-from attention_gpu import AGREEMENT, DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, slow_picks, timed
+from attention_gpu import DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, timed
 
 from nsa.kernels import blocks
 from nsa.kernels.sizes import Sizes
-from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
+from nsa.kernels.triton import block_schedule, branches, selection_schedule, tiles, whole
 from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Fields that a kernel's program does not read.
 IGNORED = {
-    "importance": {"loops"}, "selected": {"bn", "loops", "tma", "registers"}, "union": {"bn", "loops"},
+    "importance": {"loops"}, "selected": {"bn", "loops", "tma", "registers"},
     "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
@@ -63,25 +63,6 @@ def whole_call(shape: str, S: int, device: str) -> Call:
         return [out, *whole.backward(grad, q, *pairs, gates, kept, None, sizes, scale)]
 
     return run
-
-
-def union_call(shape: str, S: int, device: str) -> Call:
-    """Return a call of the selected branch alone, on picks that neighbours share, by unions at any length."""
-    H, G, d_k, d_v = SHAPES[shape]
-    n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
-    q, k, v = (torch.randn(1, S, *size, device=device, dtype=DTYPE) for size in ((H, d_k), (G, d_k), (G, d_v)))
-    chosen = slow_picks(S, G, n_sel, AGREEMENT[0]).to(device)
-
-    def run() -> list[torch.Tensor]:
-        with mock.patch.object(selection_schedule, "cache_of", return_value=0):
-            return list(single.selected_forward(q, k, v, chosen, SIZES["l_sel"], n_sel, d_k**-0.5))
-
-    return run
-
-
-def call_for(kernel: str) -> Callable[[str, int, str], Call]:
-    """Return the function that makes a call of ``kernel``."""
-    return union_call if kernel == "union" else whole_call
 
 
 @contextlib.contextmanager
@@ -119,7 +100,7 @@ def with_sizes(kernel: str, sizes: Tile, call: Call) -> Call:
 
 def is_tuned(kernel: Any) -> bool:
     """Return whether a kernel has tiles."""
-    return not kernel.__name__.startswith(("count", "scan", "place", "cut", "select_", "unite", "choose", "picks"))
+    return not kernel.__name__.startswith(("count", "scan", "place", "cut", "select_", "picks"))
 
 
 def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
@@ -172,7 +153,7 @@ def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
 
     try:
         with compiling(on, is_tuned):
-            with_sizes(kernel, sizes, call_for(kernel)(shape, S, "meta"))()
+            with_sizes(kernel, sizes, whole_call(shape, S, "meta"))()
     except Exception as refused:  # timing meets it again, and passes it over
         print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)
 
@@ -239,7 +220,7 @@ def main() -> None:
     pool = context.Pool(max(1, (os.cpu_count() or 2) - 1)) if DEVICE == "cuda" else None
     for left, (shape, kernel) in zip(range(len(todo), 0, -1), todo, strict=True):
         _, _, d_k, d_v = SHAPES[shape]
-        call = call_for(kernel)(shape, arguments.length, DEVICE)
+        call = whole_call(shape, arguments.length, DEVICE)
         like = torch.empty(1, 1, d_k, device=DEVICE, dtype=DTYPE)
         start = tiles.tile(kernel, like, d_v, arguments.length)
         deadline = min(end, time.monotonic() + max(0.0, end - time.monotonic()) / left * 2)

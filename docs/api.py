@@ -25,8 +25,9 @@ def page() -> str:
     out += [
         "## Marks",
         "",
-        "From `pytest_nsa`, as decorators. `@pytest.mark.NAME` is the same on a test on ranks, where the test's module, a conftest.py or a "
-        "plugin imports `pytest_nsa`, or ini `ranks_marks` is true; elsewhere it is another suite's mark. `pytest --markers` lists them.",
+        "From `pytest_nsa`, as decorators. `@pytest.mark.NAME` is the same on a test on ranks, where the test's module, "
+        "a conftest.py or a plugin imports `pytest_nsa`, or ini `ranks_marks` is true; elsewhere it is another suite's mark. "
+        "`pytest --markers` lists them.",
         "",
     ]
     out += [line for name, rule in sorted(RULES.items()) for line in entry(f"{name}{rule.form}", rule.text)]

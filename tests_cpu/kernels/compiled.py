@@ -186,9 +186,6 @@ TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel
 def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
     """Compile every kernel of `record_launches`, with the tiles that a GPU of that capability gets."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        from nsa.kernels.triton import selection_schedule
-
-        monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)  # neighbours' unions, whatever the length
         launched = record_launches(monkeypatch, problem, f"sm_{capability}")
     launches = {launch.name: launch for some in reversed(launched) for launch in some}
     return {name: compile_for(launch, capability) for name, launch in launches.items()}

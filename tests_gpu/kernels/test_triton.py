@@ -9,7 +9,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
-from nsa.kernels.triton import decoding, selection_schedule, sequences, single
+from nsa.kernels.triton import decoding, sequences, single
 from pytest_nsa import gpu
 
 pytestmark = gpu
@@ -65,32 +65,6 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
     for a, e in zip(gradients, expected, strict=True):
         if e.numel():
             assert (a.double() - e).abs().max() <= backward * max(1.0, float(e.abs().max()))
-
-
-@pytest.mark.parametrize(("shape", "dtype"), ALL_TYPES, ids=str)
-def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of 50 queries pick the same blocks: unions serve, give what the equations give, and the same bits twice."""
-    monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)
-    B, S, H, G, Dk, Dv = SHAPES[shape]
-    inputs, exact = leaves(dtype, (B, S, H, Dk), (B, S, G, Dk), (B, S, G, Dv))
-    n_blocks = blocks.num_selection(S, 64)
-    n_sel = min(8, n_blocks)
-    # Only what the first query of a run sees.
-    importance = torch.rand(B, S, G, n_blocks, device="cuda")[:, torch.arange(S) // 50 * 50]
-    chosen = blocks.select(importance, 64, n_sel)[:, torch.arange(S) // 50 * 50]
-    choices, shipped = [], selection_schedule.unite
-
-    def noted(*arguments: torch.Tensor) -> selection_schedule.Unions | None:
-        unions = shipped(*arguments)  # type: ignore[arg-type]
-        choices.append(None if unions is None else unions.choice)
-        return unions
-
-    monkeypatch.setattr(selection_schedule, "unite", noted)
-    found = [ops.selected(*inputs, chosen, 64, n_sel, Dk**-0.5, "triton")[0] for _ in range(2)]
-    compare(found[0], reference.selected(*exact, chosen, l_sel=64, n_sel=n_sel, scale=Dk**-0.5), inputs, exact)
-    assert torch.equal(*found)
-    if dtype != torch.float32:  # its tiles have too few rows for several queries of large groups
-        assert all(choice is not None and bool(choice.all()) for choice in choices)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), ALL_TYPES, ids=str)

@@ -15,7 +15,7 @@ import triton
 MEASURED = Path(__file__).with_name("tiles.json")
 LONG = 32768  # tokens, from which on tiles measured for "short" sequences are not taken
 KERNELS = (
-    "compressed", "importance", "sliding", "selected", "union", "compressed_dq", "compressed_dkv", "sliding_dq", "sliding_dkv",
+    "compressed", "importance", "sliding", "selected", "compressed_dq", "compressed_dkv", "sliding_dq", "sliding_dkv",
     "selected_backward",
 )  # fmt: skip
 
@@ -101,11 +101,6 @@ def _capability(index: int) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
 
 
-def cache_of(device: torch.device) -> int:
-    """Return the bytes of a GPU's L2 cache; an H100's for what is not a GPU."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 << 20
-
-
 @functools.cache
 def measured(on: str) -> dict[str, Tile]:
     """Return what tiles.json has for a GPU, by `name_of`, with ' short' behind it for what was measured on shorter sequences."""
@@ -125,8 +120,6 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
         found = Tile(128, 64, 4, 3) if is_narrow else Tile(64 if is_widest else 128, 32 if is_wide else 64, 8, 2)
     elif kernel == "importance":
         found = Tile(128, 64, 4, 3) if is_narrow else Tile(64, 64, 4, 2)
-    elif kernel == "union":
-        found = Tile(128, 64, 4, 3) if is_narrow else Tile(64 if is_widest else 128, 64, 8, 2)
     elif kernel == "selected":
         found = Tile(64, 64, 4, 3 if is_narrow else 2)
     elif kernel in ("compressed_dq", "sliding_dq"):
@@ -143,7 +136,7 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
 
 def _exact(kernel: str, widest: int) -> Tile:
     """Choose for float32: its products are not Tensor Cores'."""
-    if widest > 128 or kernel.startswith("selected") or kernel == "union":
+    if widest > 128 or kernel.startswith("selected"):
         return Tile(16, 16, 4, 1)
     return Tile(32, 32, 8 if kernel.endswith("dkv") else 4, 1)
 
