@@ -167,21 +167,6 @@ def who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
     return f", which rank {holders[0]} holds" if holders else ""
 
 
-def looked_for(rank: RankEvidence) -> str:
-    """Return the files that its loop looks for, as ', in a loop that looks for /x/lock (there, unchanged for 7.0 s; ...)'."""
-    found = []
-    for file in rank.looked_for:
-        there = "there is no such file"
-        if "unchanged_s" in file:
-            no_holder = (
-                "no process of this user has it open: delete it where it is the lock of a process that has ended"
-            )
-            holder = "a process has it open" if file.get("is_open") else no_holder
-            there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
-        found.append(f"{file['path']} ({there})")
-    return f", in a loop that looks for {' and '.join(found)}" if found else ""
-
-
 def awaited_within(frames: Sequence[Frame], source: str) -> str:
     """Return what a rank waits for within its process. ``frames`` are those that its innermost line ``source`` called."""
     for file, function, pattern, words in _AWAITED:

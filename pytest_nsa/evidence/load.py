@@ -15,7 +15,7 @@ from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.first_gone import mark_first_gone
 from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
-from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
+from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import Origin, ThreadStack, parse_children, parse_dump
@@ -227,7 +227,6 @@ def _read_rank(
         memory_mib=start.get("memory_mib", 0.0),
         counters=(raised[0].counters if raised else ()) or _counted(frames),
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
-        looked_for=tuple(_reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_key_uses(of["key_set"], own.get("keys", ())),
         keys_awaited=_key_uses(of["key_awaited"], own.get("keys_awaited", ())),

@@ -195,8 +195,6 @@ class RankEvidence:
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
     handles: Handled | None = None
     streams: tuple[str, ...] = ()  # the locations of the user's generators in these loops
-    # The files that the innermost loop looks for: path, and, of one that is there, unchanged_s and is_open.
-    looked_for: tuple[Mapping[str, Any], ...] = ()
     lines_seen: tuple[str, ...] = ()  # of the user's code, at which its heartbeat found the main thread in a stall
     keys_set: tuple[KeyUse, ...] = ()  # the first and the last key of a store, of each kind, that each line set
     keys_awaited: tuple[KeyUse, ...] = ()  # the last key, of each kind, that each line waited for

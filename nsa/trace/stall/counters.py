@@ -19,7 +19,6 @@ from types import CodeType, FrameType, GeneratorType
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import wall_clock, write_atomically
 from nsa.trace.frames import describe, is_user_file, user_frames
-from nsa.trace.stall.looked_for import files_looked_for
 
 FILE = "counters.json"
 REQUEST = "counters.asked"
@@ -64,17 +63,12 @@ def _streams_of(frame: FrameType) -> list[str]:
 
 
 def write_counters(folder: Path, thread: int) -> None:
-    """Write counters.json: the user's frames of a thread, outermost first, with their counters, and the files that its innermost
-    loop looks for.
-    """
+    """Write counters.json: the user's frames of a thread, outermost first, with their counters."""
     inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
     frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test is ended all the same
         write_atomically(folder / FILE, dumps(found))
-        files = files_looked_for(sys._current_frames().get(thread))  # afterwards: a file system may not answer
-        if files:
-            write_atomically(folder / FILE, dumps({**found, "files": files}))
 
 
 def counters_at(error: BaseException) -> list[dict[str, object]]:
