@@ -16,7 +16,6 @@ from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.first_gone import mark_first_gone
 from pytest_nsa.evidence.native import innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
-from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import Origin, ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import (
@@ -237,7 +236,6 @@ def _read_rank(
             for e in of["thread_exception"]
             if e["future"] not in retrieved
         ),
-        snapshots=tuple(read_snapshots(folder / FILE)),
         gradients_missing=tuple(
             MissingGradients(e["step"], tuple(e["names"]), e["where"]) for e in of["gradients_missing"] if e["names"]
         ),

@@ -10,7 +10,6 @@ from typing import Any
 
 from pytest_nsa.evidence import waiting
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, OTHER_WORLD, BoardSnapshot, Collective
-from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
 from pytest_nsa.evidence.wrapped import Wrapped
@@ -200,7 +199,6 @@ class RankEvidence:
     keys_awaited: tuple[KeyUse, ...] = ()  # the last key, of each kind, that each line waited for
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
-    snapshots: tuple[Snapshot, ...] = ()  # its test's comparisons with syrupy's
     gradients_missing: tuple[MissingGradients, ...] = ()  # by a requested trace; one entry for steps that lack the same
     # By step, a checksum of the order in which gradients became ready.
     ready_orders: Mapping[int, int] = field(default_factory=dict)
