@@ -281,19 +281,13 @@ def finish(session: pytest.Session, exitstatus: int) -> None:
     follows = runner.attachment is not None and not runner.attachment.leads
     if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        runner.folder.gather()
         if runner.settings.mask_output:
             mask_text(runner.folder.path / "zygote.log")
         try:
             _write_reports(config, interrupted=interrupted)
         except OSError as error:
-            try:
-                runner.folder.move(error)
-                runner.folder.gather()
-                _write_reports(config, interrupted=interrupted)
-            except OSError:  # no room there either
-                config.stash[unwritten_key] = f"SUMMARY.md and report.html could not be written: {error}"
-                return
+            config.stash[unwritten_key] = f"SUMMARY.md and report.html could not be written: {error}"
+            return
         _look_at_other_runs(runner.folder, runner.settings.keep_runs)
 
 
@@ -340,7 +334,8 @@ def summarize(terminalreporter: Any, config: pytest.Config) -> None:
     runner = config.stash[runner_key]
     entries = config.stash.get(entries_key, None)
     if unwritten_key in config.stash:
-        terminalreporter.write_line(visible(config.stash[unwritten_key]))
+        for line in (*runner.folder.notices(), config.stash[unwritten_key]):
+            terminalreporter.write_line(visible(line))
     if entries is None:
         return
     failed = [entry for entry in entries if entry.verdict.failed]

@@ -190,7 +190,7 @@ class RankRunner:
         try:
             self._write_job(session, job)
         except OSError as error:
-            self.folder.move(error)
+            self.folder.spare(error)
             remove_tree(Path(job.folder))
             job = replace(job, folder=str(self.folder.test_folder(name, self._ranks_here(job.world_size))))
             self._write_job(session, job)
