@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ def _read_rank(
     if board is not None and raised and not board.numbers.get("blocked_in"):
         board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
     counters, dump = parse(_text(folder / "counters.json")), _text(folder / "stacks.txt")
-    frames = _reported(counters, "frames", is_counted)
+    frames = _reported(counters)
     machine = str(start.get("machine", ""))
     return RankEvidence(
         rank=rank,
@@ -333,10 +333,10 @@ def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
     return own if own["time"] >= until - stalled_s - 1.0 else {}
 
 
-def _reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Mapping[str, Any]]:
-    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] without any."""
-    found = counters.get(name) if isinstance(counters, dict) else None
-    return found if isinstance(found, list) and all(map(check, found)) else []
+def _reported(counters: Any) -> list[Mapping[str, Any]]:
+    """Return the frames that a rank reported when its test was ended; [] without any."""
+    found = counters.get("frames") if isinstance(counters, dict) else None
+    return found if isinstance(found, list) and all(map(is_counted, found)) else []
 
 
 def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
