@@ -66,9 +66,7 @@ def compile_one(job: Job) -> None:
         single.sliding_backward(out, q, k, v, *single.sliding_forward(q, k, v, sizes["w"], scale), sizes["w"], scale)
         single.compressed_forward(q, *cmp, *blocked, sizes["l_sel"], scale)
         single.compressed_backward(out, q, *cmp, out, lse, *blocked, scale)
-        for cache in (0, 1 << 62):
-            with mock.patch.object(selection_schedule, "cache_of", return_value=cache):
-                single.selected_forward(q, k, v, chosen, *selection)
+        single.selected_forward(q, k, v, chosen, *selection)
         single.selected_backward(out, q, k, v, out, lse, chosen, *selection)
 
 

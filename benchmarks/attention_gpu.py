@@ -10,22 +10,20 @@ flash (V padded to K's width, as it requires), cuDNN, FlexAttention and the pack
 fastest of them, by name. fla's NSA is measured beside ours where it is installed and takes the shape (groups of 16 heads; no
 window without flash-attn), and so is the selected branch of nvidia-cudnn-frontend, forward only. Random queries and keys give
 picks that share little between neighbours, so the selected branch is also timed on picks that change slowly (their mean Jaccard
-index is in its name), by unions and by block. Without a GPU, `--dry-run` runs the same code in Triton's interpreter
+index is in its name). Without a GPU, `--dry-run` runs the same code in Triton's interpreter
 (TRITON_INTERPRET=1), on a tiny shape, to find errors: its times mean nothing, and are not kept.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from ahead import compile_ahead
@@ -34,7 +32,7 @@ from figures import environment, parser_of
 
 from nsa import nsa_attention
 from nsa.kernels import blocks, ops
-from nsa.kernels.triton import selection_schedule, sequences, support, tiles
+from nsa.kernels.triton import sequences, support, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
@@ -165,13 +163,6 @@ def jaccard_of(chosen: torch.Tensor) -> float:
     return ((one & other).sum(-1) / (one | other).sum(-1)).mean().item()
 
 
-@contextlib.contextmanager
-def by_block() -> Iterator[None]:
-    """Make no unions of neighbours' blocks."""
-    with mock.patch.object(selection_schedule, "cache_of", return_value=1 << 62):
-        yield
-
-
 def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
     """Return, by name, a forward and the inputs whose gradients are computed."""
     (H, G, d_k, d_v), sizes = SHAPES[shape], sizes_of(shape)
@@ -194,14 +185,10 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
         slow = slow_picks(S, G, n_sel, wanted, sizes["l_sel"])
         name = f"selected at {jaccard_of(slow):.2f}"
 
-        def united(slow: torch.Tensor = slow) -> torch.Tensor:
+        def selected(slow: torch.Tensor = slow) -> torch.Tensor:
             return ops.selected(q, k, v, slow, *selection)[0]
 
-        def not_united(slow: torch.Tensor = slow) -> torch.Tensor:
-            with by_block():
-                return ops.selected(q, k, v, slow, *selection)[0]
-
-        alike |= {name: (united, [q, k, v]), f"{name} by block": (not_united, [q, k, v])}
+        alike[name] = selected, [q, k, v]
     return {
         "sliding": (lambda: ops.sliding(q, k, v, sizes["w"], scale, "triton")[0], [q, k, v]),
         "compressed": (lambda: ops.compressed(q, k_cmp, v_cmp, *blocked)[0], [q, k_cmp, v_cmp]),

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests_gpu, then the GPU benchmarks. Writes JSON with device, versions and date.
 #   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention decode train'
-# Further stages: gluon tries the kernels in Gluon against the plain ones, and writes OUT/tiles.json, as tune does;
-# tune writes OUT/tiles.json, the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json;
+# Further stages: tune writes OUT/tiles.json, the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json;
 # parts times the selected branch with fewer parts in memory at once (`sequences.PARTS`), which may stay in the L2 cache;
 # loss times the head's loss by chunks; kernels writes which kernels take the time;
 # short has 7 minutes on an H200 with 16 cores: the paper's shape beside cuDNN, a decoded token, training of 125M, compiled and at 16k and 64k.
@@ -19,13 +18,6 @@ for stage in ${2:-tests attention decode train}; do
   case $stage in
     tests) timeout 560 python -m pytest "${plugin[@]}" tests_gpu -m gpu -n 2 -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts" || status=$? ;;
     tune) cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
-    gluon)
-      cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"
-      timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --rings --shapes paper 125m \
-        --kernels compressed importance selected sliding compressed_dq sliding_dq compressed_dkv sliding_dkv --minutes 3.5 \
-        > "$out/gluon.txt" || status=$?
-      timeout 120 python -m pytest "${plugin[@]}" tests_gpu/kernels -m gpu -k in_gluon -q --artifacts "$out/gpu_artifacts" \
-        >> "$out/gluon.txt" || status=$? ;;
     attention) timeout 560 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
     parts)
       for mib in 3072 512 256 128; do

@@ -4,9 +4,9 @@ python benchmarks/tune_gpu.py --json nsa/kernels/triton/tiles.json
 
 For each kernel, in the shapes of attention_gpu.py, the search starts from the tile that it has now. One field (rows, keys,
 warps, stages, loops, TMA, registers) at a time is changed, and a tile that is faster by more than `GAIN` is kept, until none is,
-or `--minutes` are over; so is its kernel in Gluon where it is faster by `GAIN_OF_GLUON`. All cores
-but one compile candidates beforehand, on tensors without memory. A candidate that the compiler or the GPU refuses is passed
-over, and so is one with another result. Without a GPU the program only looks for errors, as attention_gpu.py's --dry-run does.
+or `--minutes` are over. All cores but one compile candidates beforehand, on tensors without memory. A candidate that the
+compiler or the GPU refuses is passed over, and so is one with another result. Without a GPU the program only looks for
+errors, as attention_gpu.py's --dry-run does.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from unittest import mock
 
 import torch
 from ahead import compiling
-from attention_gpu import AGREEMENT, DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, slow_picks, timed
+from attention_gpu import DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, timed
 
 from nsa.kernels import blocks
 from nsa.kernels.sizes import Sizes
-from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
-from nsa.kernels.triton.tiles import Ring, Tile
+from nsa.kernels.triton import block_schedule, branches, selection_schedule, tiles, whole
+from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
-GAIN_OF_GLUON = 0.05  # that a second implementation is worth
 TOLERANCE = 0.02  # of the norm, between the results of two tiles; rounding may change a few picks
 CHOICES: dict[str, tuple[Any, ...]] = {
     "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2), "tma": (False, True),
@@ -40,20 +39,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Fields that a kernel's program does not read.
 IGNORED = {
-    "importance": {"loops"}, "selected": {"bn", "loops", "tma", "registers"}, "union": {"bn", "loops"},
+    "importance": {"loops"}, "selected": {"bn", "loops", "tma", "registers"},
     "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
-# The rings that are tried, by kernel: of keys, of the rows of dk and dv; two kernels read stages in turns, of tiles of 64.
-RINGS = {
-    **dict.fromkeys(
-        ("compressed", "sliding", "compressed_dq", "sliding_dq"), (Ring(64, 2), Ring(64, 3), Ring(64, 4), Ring(128, 2))
-    ),
-    **dict.fromkeys(("compressed_dkv", "sliding_dkv"), (Ring(32, 2), Ring(32, 4), Ring(64, 2), Ring(64, 3))),
-    **dict.fromkeys(("importance", "selected"), (Ring(64, 2), Ring(64, 4))),
-}
 Call = Callable[[], Any]
-Choice = Tile | Ring
 
 
 def whole_call(shape: str, S: int, device: str) -> Call:
@@ -75,25 +65,6 @@ def whole_call(shape: str, S: int, device: str) -> Call:
     return run
 
 
-def union_call(shape: str, S: int, device: str) -> Call:
-    """Return a call of the selected branch alone, on picks that neighbours share, by unions at any length."""
-    H, G, d_k, d_v = SHAPES[shape]
-    n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
-    q, k, v = (torch.randn(1, S, *size, device=device, dtype=DTYPE) for size in ((H, d_k), (G, d_k), (G, d_v)))
-    chosen = slow_picks(S, G, n_sel, AGREEMENT[0]).to(device)
-
-    def run() -> list[torch.Tensor]:
-        with mock.patch.object(selection_schedule, "cache_of", return_value=0):
-            return list(single.selected_forward(q, k, v, chosen, SIZES["l_sel"], n_sel, d_k**-0.5))
-
-    return run
-
-
-def call_for(kernel: str) -> Callable[[str, int, str], Call]:
-    """Return the function that makes a call of ``kernel``."""
-    return union_call if kernel == "union" else whole_call
-
-
 @contextlib.contextmanager
 def replaced(name: str, by: Any) -> Iterator[None]:
     """Replace a name in the modules that launch kernels."""
@@ -103,38 +74,25 @@ def replaced(name: str, by: Any) -> Iterator[None]:
         yield
 
 
-def choosing(kernel: str, sizes: Choice, note: Callable[[], Any] = lambda: None) -> dict[str, Callable[..., Any]]:
-    """Return what replaces `tile` and `ring` so that ``kernel`` has these sizes; ``note`` is called where they are asked for.
-
-    ValueError from it where the kernel in Gluon is wanted, and does not serve the shape.
-    """
-    shipped = {"tile": branches.tile, "ring": branches.ring}
+def choosing(kernel: str, sizes: Tile, note: Callable[[], Any] = lambda: None) -> Callable[..., Tile]:
+    """Return what replaces `tile` so that ``kernel`` has these sizes; ``note`` is called where they are asked for."""
+    shipped = branches.tile
 
     def tile(name: str, *arguments: Any) -> Tile:
         if name != kernel:
-            return shipped["tile"](name, *arguments)
-        if isinstance(sizes, Ring):
-            raise ValueError(f"{kernel}: no kernel in Gluon serves this shape")
+            return shipped(name, *arguments)
         note()
         return sizes
 
-    def ring(name: str, *arguments: Any) -> Ring | None:
-        if name != kernel:
-            return shipped["ring"](name, *arguments)
-        if isinstance(sizes, Tile):
-            return None
-        note()
-        return sizes
-
-    return {"tile": tile, "ring": ring}
+    return tile
 
 
-def with_sizes(kernel: str, sizes: Choice, call: Call) -> Call:
+def with_sizes(kernel: str, sizes: Tile, call: Call) -> Call:
     """Return ``call``, in which ``kernel`` has these sizes."""
     by = choosing(kernel, sizes)
 
     def run() -> Any:
-        with replaced("tile", by["tile"]), replaced("ring", by["ring"]):
+        with replaced("tile", by):
             return call()
 
     return run
@@ -142,10 +100,10 @@ def with_sizes(kernel: str, sizes: Choice, call: Call) -> Call:
 
 def is_tuned(kernel: Any) -> bool:
     """Return whether a kernel has tiles."""
-    return not kernel.__name__.startswith(("count", "scan", "place", "cut", "select_", "unite", "choose", "picks"))
+    return not kernel.__name__.startswith(("count", "scan", "place", "cut", "select_", "picks"))
 
 
-def alone(kernel: str, sizes: Choice, call: Call) -> tuple[Any, Call]:
+def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
     """Return the results of ``call`` with these sizes, and the launch of ``kernel`` that it made, to be timed by itself.
 
     Of several launches, one per range of queries, it is the second: a launch keeps the parts of its range in memory.
@@ -166,7 +124,7 @@ def alone(kernel: str, sizes: Choice, call: Call) -> tuple[Any, Call]:
         start(*arguments, **settings)
 
     by = choosing(kernel, sizes, note)
-    with replaced("tile", by["tile"]), replaced("ring", by["ring"]), replaced("launch", noted):
+    with replaced("tile", by), replaced("launch", noted):
         found = call()
     del launched[:-1]
     return found, launched[0]
@@ -177,13 +135,9 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found.float() - wanted.float()).norm() <= TOLERANCE * wanted.float().norm())
 
 
-def neighbours(kernel: str, now: Choice, *, only_rings: bool = False) -> list[Choice]:
-    """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other; and the
-    rings of its kernel in Gluon, or these alone.
-    """
-    found: list[Choice] = [*RINGS.get(kernel, ())]
-    if isinstance(now, Ring) or only_rings:
-        return found
+def neighbours(kernel: str, now: Tile) -> list[Tile]:
+    """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other."""
+    found: list[Tile] = []
     for field, choices in CHOICES.items():
         if field in IGNORED.get(kernel, ()):
             continue
@@ -193,13 +147,13 @@ def neighbours(kernel: str, now: Choice, *, only_rings: bool = False) -> list[Ch
     return found
 
 
-def compile_one(job: tuple[str, int, str, Choice, str]) -> None:
+def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
     """Fill Triton's cache with what a kernel with this tile compiles to; runs in a process of its own."""
     shape, S, kernel, sizes, on = job
 
     try:
         with compiling(on, is_tuned):
-            with_sizes(kernel, sizes, call_for(kernel)(shape, S, "meta"))()
+            with_sizes(kernel, sizes, whole_call(shape, S, "meta"))()
     except Exception as refused:  # timing meets it again, and passes it over
         print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)
 
@@ -209,21 +163,19 @@ def tune(
     shape: str,
     S: int,
     call: Call,
-    start: Choice,
+    start: Tile,
     rounds: int,
     deadline: float,
     pool: Any,
-    *,
-    only_rings: bool,
-) -> tuple[Choice, dict[str, float]]:
+) -> tuple[Tile, dict[str, float]]:
     """Return the fastest sizes that a walk from ``start`` meets, and the milliseconds of all that were tried."""
     on = tiles.capability(torch.device(DEVICE))
     found, launches = alone(kernel, start, call)
     wanted = [x.clone() for x in found]  # some kernels add to their results, each time that they are timed
-    best: Choice = start
-    tried: dict[Choice, float] = {start: timed({"": launches}, rounds)[""]}
+    best: Tile = start
+    tried: dict[Tile, float] = {start: timed({"": launches}, rounds)[""]}
     while time.monotonic() < deadline:
-        candidates = [sizes for sizes in neighbours(kernel, best, only_rings=only_rings) if sizes not in tried]
+        candidates = [sizes for sizes in neighbours(kernel, best) if sizes not in tried]
         if pool is not None:
             pool.map(compile_one, [(shape, S, kernel, sizes, on) for sizes in candidates])
         for sizes in candidates:
@@ -239,8 +191,7 @@ def tune(
             if all(is_near(a, b) for a, b in zip(found, wanted, strict=True)):
                 tried[sizes] = timed({"": launches}, rounds)[""]
         fastest = min(tried, key=lambda sizes: tried[sizes])
-        gain = GAIN_OF_GLUON if isinstance(fastest, Ring) and isinstance(best, Tile) else GAIN
-        if tried[fastest] > tried[best] * (1 - gain):
+        if tried[fastest] > tried[best] * (1 - GAIN):
             break
         best = fastest
     return best, {str(tuple(sizes)): round(ms, 4) for sizes, ms in tried.items() if ms < float("inf")}
@@ -259,28 +210,24 @@ def main() -> None:
         "--shapes", nargs="+", default=[s for s in SHAPES if s not in OTHER_SIZES], choices=list(SHAPES)
     )
     parser.add_argument("--kernels", nargs="+", default=list(tiles.KERNELS), choices=tiles.KERNELS)
-    parser.add_argument("--rings", action="store_true", help="try only kernels in Gluon against what the table has now")
     arguments = parser.parse_args()
     gpu = tiles.capability(torch.device(DEVICE)) or "interpreter"
     table = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
-    known, rings = table.setdefault(gpu, {}), table.setdefault(f"{gpu} gluon", {})
+    known = table.setdefault(gpu, {})
     end = time.monotonic() + 60 * arguments.minutes
     todo = [(shape, kernel) for kernel in arguments.kernels for shape in arguments.shapes]
     context = multiprocessing.get_context("spawn")
     pool = context.Pool(max(1, (os.cpu_count() or 2) - 1)) if DEVICE == "cuda" else None
     for left, (shape, kernel) in zip(range(len(todo), 0, -1), todo, strict=True):
         _, _, d_k, d_v = SHAPES[shape]
-        call = call_for(kernel)(shape, arguments.length, DEVICE)
+        call = whole_call(shape, arguments.length, DEVICE)
         like = torch.empty(1, 1, d_k, device=DEVICE, dtype=DTYPE)
-        start = tiles.ring(kernel, like, d_v, arguments.length) or tiles.tile(kernel, like, d_v, arguments.length)
+        start = tiles.tile(kernel, like, d_v, arguments.length)
         deadline = min(end, time.monotonic() + max(0.0, end - time.monotonic()) / left * 2)
-        best, tried = tune(
-            kernel, shape, arguments.length, call, start, arguments.rounds, deadline, pool, only_rings=arguments.rings
-        )
+        best, tried = tune(kernel, shape, arguments.length, call, start, arguments.rounds, deadline, pool)
         name = tiles.name_of(kernel, d_k, d_v, 2) + (" short" if arguments.length < tiles.LONG else "")
         print(json.dumps({"gpu": gpu, "kernel": name, "best": best, "ms": tried}), flush=True)
-        rings.pop(name, None)
-        (rings if isinstance(best, Ring) else known)[name] = list(best)
+        known[name] = list(best)
         if arguments.json:
             arguments.json.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     if pool is not None:

@@ -48,7 +48,7 @@ EXIT_CODES = {
 RESULTS = """\
 Results:
   DIR/metrics.jsonl has a line per step: loss, learning rate, tokens per second. `pytest-nsa diagnose DIR --html` draws the losses.
-  DIR/checkpoints/ has what --resume goes on from; `python -m nsa.generate` and `python -m nsa.export` read it."""
+  DIR/checkpoints/ has what --resume goes on from; `python -m nsa.export` reads it, too."""
 NEEDED = {
     "torch": "install torch>=2.6",
     "yaml": "install pyyaml",

@@ -112,9 +112,7 @@ def test_commands_in_prose_are_there() -> None:
             if program == "make":
                 assert word in targets, f"{page.name}: {command}"
             elif program == "pytest-nsa":
-                assert word in ("", "watch", "diagnose", "report", "clean", "compare", "history"), (
-                    f"{page.name}: {command}"
-                )
+                assert word in ("", "watch", "diagnose", "report", "clean", "compare"), f"{page.name}: {command}"
             elif word == "-m":
                 module = rest.split()[1].replace(".", "/")
                 assert (ROOT / f"{module}.py").exists() or (ROOT / module).is_dir(), f"{page.name}: {command}"

@@ -24,9 +24,6 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the tokens of each text (UTF-8), its separator last."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are no text become U+FFFD."""
-
 
 class ByteTokenizer:
     """Each byte is a token, uint8; a zero byte ends a document."""
@@ -36,10 +33,6 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """See `Tokenizer`."""
         return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`."""
-        return bytes(token for token in tokens if token < self.vocab_size).decode(errors="replace")
 
 
 class FileTokenizer:
@@ -71,11 +64,6 @@ class FileTokenizer:
         """See `Tokenizer`."""
         encoded = self._tokenizer.encode_batch([text.decode() for text in texts], add_special_tokens=False)
         return [np.asarray([*entry.ids, self._end], dtype=np.int32) for entry in encoded]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`."""
-        text: str = self._tokenizer.decode(list(tokens))
-        return text
 
 
 def open_tokenizer(name: str) -> Tokenizer:

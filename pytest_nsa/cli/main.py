@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from pytest_nsa.cli.compare import compare, print_history
+from pytest_nsa.cli.compare import compare
 from pytest_nsa.cli.foreign_folders import to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
@@ -50,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "compare":
                 sides = [arguments.base, *arguments.repeat_a], [arguments.new, *arguments.repeat_b]
                 return compare(*sides, arguments.html)
-            case "history":
-                return print_history(arguments.root)
         return clean(arguments.root, arguments.keep, arguments.keep_failed, dry_run=arguments.dry_run)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -92,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CMD",
         help="run a shell command once per verdict, with the verdict as JSON on its standard input",
     )
-    command.add_argument("--metrics", metavar="FILE", type=Path, help="keep a textfile for Prometheus's node exporter")
     command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run again, as after a SIGKILL")
     command.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="as in artifacts/latest")
     command.add_argument("--sources", action="store_true", help=_SOURCES)
@@ -109,15 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--repeat-b", metavar="RUN", type=Path, action="append", default=[], help="a repeat of RUN_B")
     command.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as a page, too")
-    command = commands.add_parser("history", help="which tests became flaky or slower, or fail since when")
-    command.add_argument(
-        "root",
-        metavar="DIR",
-        type=Path,
-        nargs="?",
-        default=Path("artifacts"),
-        help="the folder of runs (default: artifacts)",
-    )
     command = commands.add_parser("clean", help="delete finished runs beyond the newest; nothing else in the folder")
     command.add_argument(
         "root", metavar="DIR", type=Path, nargs="?", default=Path("artifacts"), help="default: artifacts"
@@ -213,6 +201,4 @@ def _watch(arguments: argparse.Namespace) -> int:
         print("error: give --run DIR, or the process id of a rank", file=sys.stderr)
         return 2
     command = VerdictCommand(arguments.on_verdict) if arguments.on_verdict else None
-    return watch(
-        sorted(folders), as_json=arguments.json, once=arguments.once, command=command, metrics=arguments.metrics
-    )
+    return watch(sorted(folders), as_json=arguments.json, once=arguments.once, command=command)

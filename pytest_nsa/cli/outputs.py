@@ -1,4 +1,4 @@
-"""Outputs of `watch` for programs: a command per verdict, and a textfile for Prometheus."""
+"""Output of `watch` for programs: a command per verdict."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from pytest_nsa.wire.files import write_atomically
 
 Status = dict[str, Any]  # what `Watcher.to_json` returns
 
@@ -61,35 +58,3 @@ class VerdictCommand:
                 run.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 print(f"warning: --on-verdict {self.command!r}: still runs after {seconds:g} s", file=sys.stderr)
-
-
-def metrics(statuses: Sequence[Status]) -> str:
-    """Return the state of the ranks in Prometheus's text format."""
-    rows = [
-        "# HELP nsa_step The optimizer step that a rank is in.", "# TYPE nsa_step gauge",
-        *(f'nsa_step{{{_labels(s, r)}}} {r["step"]}' for s in statuses for r in s["ranks"]),
-        "# HELP nsa_seconds_since_progress Seconds since a rank made progress.", "# TYPE nsa_seconds_since_progress gauge",
-        *(f'nsa_seconds_since_progress{{{_labels(s, r)}}} {r["still_s"]}' for s in statuses for r in s["ranks"]),
-        "# HELP nsa_rank_gone 1 where a rank's process is no more.", "# TYPE nsa_rank_gone gauge",
-        *(f'nsa_rank_gone{{{_labels(s, r)}}} {int(r["gone"])}' for s in statuses for r in s["ranks"]),
-        "# HELP nsa_verdict 1 where a rank is a culprit of the verdict or suspicion.", "# TYPE nsa_verdict gauge",
-    ]  # fmt: skip
-    for status in statuses:
-        verdict = status["verdict"]
-        for rank in verdict["ranks"] if verdict is not None else ():
-            labels = f'run="{_escaped(status["folder"])}",rank="{rank}",cause="{verdict["cause"]}",retry="{verdict["retry"]}"'
-            rows.append(f"nsa_verdict{{{labels}}} 1")
-    return "\n".join(rows) + "\n"
-
-
-def write_metrics(path: Path, statuses: Sequence[Status]) -> None:
-    """Replace the textfile that Prometheus's node exporter collects."""
-    write_atomically(path, metrics(statuses), follow=True)
-
-
-def _labels(status: Status, rank: dict[str, Any]) -> str:
-    return f'run="{_escaped(status["folder"])}",rank="{rank["rank"]}"'
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

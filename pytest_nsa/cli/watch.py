@@ -16,7 +16,7 @@ from typing import Any
 
 from pytest_nsa.cli.foreign_folders import is_ours, with_allowed_sources
 from pytest_nsa.cli.nccl import NcclService
-from pytest_nsa.cli.outputs import VerdictCommand, write_metrics
+from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
@@ -34,7 +34,6 @@ from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.system.procfs import text_of
 
 LOOK_S = 0.25
-METRICS_S = 1.0
 MANY = 8  # ranks: more are shown by state
 ENOUGH_S = 4.5  # to find which ranks make progress, and to look twice at those that do not
 _BOARD = re.compile(r"(/\S.*)/rank(\d+)/board\.bin$")
@@ -246,15 +245,13 @@ class Watcher:
         return {"time": time.time(), "folder": str(self.folder), "ranks": ranks, "verdict": verdict}
 
 
-def watch(
-    folders: Iterable[Path], *, as_json: bool, once: bool, command: VerdictCommand | None, metrics: Path | None
-) -> int:
+def watch(folders: Iterable[Path], *, as_json: bool, once: bool, command: VerdictCommand | None) -> int:
     """Follow until every rank has ended, or Ctrl-C. Return 0 without a verdict at the end, 1 with one, 2 without a rank.
 
-    ``command`` is run once per verdict; the textfile ``metrics`` is replaced every second.
+    ``command`` is run once per verdict.
     """
     watchers, nccl = [Watcher(folder) for folder in folders], NcclService()
-    shown, last, written, began = 0, 0.0, 0.0, time.monotonic()
+    shown, last, began = 0, 0.0, time.monotonic()
     try:
         while True:
             changed = [w.look() for w in watchers]
@@ -263,9 +260,6 @@ def watch(
             changed.append(nccl.lines != known)
             if command is not None and any(changed):
                 command.give([w.to_json() for w in watchers])
-            if metrics is not None and time.monotonic() - written >= METRICS_S:
-                written = time.monotonic()
-                write_metrics(metrics, [w.to_json() for w in watchers])
             is_over = all(w.is_over for w in watchers)
             due = any(changed) or is_over or time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
             has_seen = any(w.boards for w in watchers)
@@ -283,8 +277,6 @@ def watch(
         pass
     finally:
         nccl.close()
-    if metrics is not None:
-        write_metrics(metrics, [w.to_json() for w in watchers])
     if command is not None:
         command.finish()
     return int(any(w.finding is not None for w in watchers))

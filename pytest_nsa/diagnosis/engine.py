@@ -127,7 +127,6 @@ OF_THE_PASSED: tuple[Rule, ...] = (
     numbers.silent_divergence,
     unreduced.unreduced_replicas,
     numbers.trained_away,
-    numbers.differing,
 )
 
 

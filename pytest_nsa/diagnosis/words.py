@@ -181,22 +181,7 @@ def polled(rank: RankEvidence) -> tuple[str, str]:
     is_alone = is_of_memory and bool(rank.threads) and not others and not rank.process.get("children")
     alone = ", which no other thread of the rank is there to change" if is_alone else ""
     advice = f"find what should end `{condition}`, and why it did not: the sleep is a pause of that loop"
-    return "" if rank.looked_for else f", while `{condition}`{alone}", advice
-
-
-def looked_for(rank: RankEvidence) -> str:
-    """Return the files that its loop looks for, as ', in a loop that looks for /x/lock (there, unchanged for 7.0 s; ...)'."""
-    found = []
-    for file in rank.looked_for:
-        there = "there is no such file"
-        if "unchanged_s" in file:
-            no_holder = (
-                "no process of this user has it open: delete it where it is the lock of a process that has ended"
-            )
-            holder = "a process has it open" if file.get("is_open") else no_holder
-            there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
-        found.append(f"{file['path']} ({there})")
-    return f", in a loop that looks for {' and '.join(found)}" if found else ""
+    return f", while `{condition}`{alone}", advice
 
 
 def awaited_within(frames: Sequence[Frame], source: str) -> str:

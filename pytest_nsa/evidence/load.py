@@ -16,8 +16,7 @@ from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.counters import counted, counters_of, reported
 from pytest_nsa.evidence.first_gone import last_beat, mark_first_gone, stalled_until_the_end
 from pytest_nsa.evidence.native import fatal_signal, innermost_symbol, read_abort_message
-from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
-from pytest_nsa.evidence.snapshots import FILE, read_snapshots
+from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import Origin, ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import (
@@ -231,7 +230,6 @@ def _read_rank(
         counters=(raised[0].counters if raised else ()) or counted(frames),
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
         kept_errors=tuple((e["name"], e["says"], e["at"]) for frame in frames for e in frame.get("errors", ())),
-        looked_for=tuple(reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_key_uses(of["key_set"], own.get("keys", ())),
         keys_awaited=_key_uses(of["key_awaited"], own.get("keys_awaited", ())),
@@ -242,7 +240,6 @@ def _read_rank(
             for e in of["thread_exception"]
             if e["future"] not in retrieved
         ),
-        snapshots=tuple(read_snapshots(folder / FILE)),
         gradients_missing=tuple(
             MissingGradients(e["step"], tuple(e["names"]), e["where"]) for e in of["gradients_missing"] if e["names"]
         ),

@@ -96,11 +96,6 @@ def _is_kept_error(value: Any) -> bool:
     return is_map(value) and has(value, {"name": is_text, "says": is_text, "at": is_text})
 
 
-def is_looked_for(value: Any) -> bool:
-    """Return whether a value is a file that a loop looks for; if it exists, since when, and whether a process has it open."""
-    return is_map(value) and has(value, {"path": is_text, "unchanged_s?": is_number, "is_open?": is_flag})
-
-
 _STALL: dict[str, Check] = {
     "stalled_s?": is_number, "stood_still_s?": is_number,
     "moved?": is_flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,

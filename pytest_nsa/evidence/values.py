@@ -10,7 +10,6 @@ from typing import Any
 
 from pytest_nsa.evidence import waiting
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, OTHER_WORLD, BoardSnapshot, Collective
-from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
 from pytest_nsa.evidence.wrapped import Wrapped
@@ -195,14 +194,11 @@ class RankEvidence:
     handles: Handled | None = None
     streams: tuple[str, ...] = ()  # the locations of the user's generators in these loops
     kept_errors: tuple[tuple[str, str, str], ...] = ()  # exceptions in its variables: name, text, raised at
-    # The files that the innermost loop looks for: path, and, of one that is there, unchanged_s and is_open.
-    looked_for: tuple[Mapping[str, Any], ...] = ()
     lines_seen: tuple[str, ...] = ()  # of the user's code, at which its heartbeat found the main thread in a stall
     keys_set: tuple[KeyUse, ...] = ()  # the first and the last key of a store, of each kind, that each line set
     keys_awaited: tuple[KeyUse, ...] = ()  # the last key, of each kind, that each line waited for
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
-    snapshots: tuple[Snapshot, ...] = ()  # its test's comparisons with syrupy's
     gradients_missing: tuple[MissingGradients, ...] = ()  # by a requested trace; one entry for steps that lack the same
     # By step, a checksum of the order in which gradients became ready.
     ready_orders: Mapping[int, int] = field(default_factory=dict)

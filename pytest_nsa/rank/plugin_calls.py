@@ -30,3 +30,23 @@ def _refuse_dependency(*_: Any) -> None:
         "dependency(depends=[...]), which the host checks",
         pytrace=False,
     )
+
+
+def unwritten_inline_snapshots() -> str:
+    """Return, after a test's body, the error for snapshot() calls without the right value; '' without any.
+
+    inline-snapshot writes values into the source at the end of the host's session, which does not know a rank's values. Its own
+    message promises that they are written, so its counts are reset.
+    """
+    module = sys.modules.get("inline_snapshot._global_state")
+    if module is None:
+        return ""
+    state = module.state()
+    is_unwritten = state.missing_values or state.incorrect_values
+    state.missing_values = state.incorrect_values = 0
+    return (
+        "inline-snapshot: a snapshot() has no value, or not the one of this rank, and ranks write none: write it by hand, or "
+        "create it in a test without ranks"
+        if is_unwritten
+        else ""
+    )

@@ -122,7 +122,7 @@ class RankProcess:
         global _control
         _control = self.control
         set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
-        mask_with(None)  # the host masks what a rank has left, once it has read the values of snapshots
+        mask_with(None)  # the host masks what a rank has left
         become_subreaper()
         self._set_environment()
         self._held = hold_while_alive(job.in_use if job is not None else ())

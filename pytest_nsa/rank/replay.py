@@ -27,8 +27,7 @@ from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext, end_if_forked
 from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
-from pytest_nsa.rank.plugin_calls import disable_host_calls
-from pytest_nsa.rank.snapshots import carry_snapshots, unwritten_inline_snapshots
+from pytest_nsa.rank.plugin_calls import disable_host_calls, unwritten_inline_snapshots
 from pytest_nsa.rank.spare_files import SpareFiles
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import append_line
@@ -134,7 +133,6 @@ def make_ranks_config(config: pytest.Config) -> None:
     for stream in (sys.stdout, sys.stderr):  # UTF-8 as by pytest's own capture, whatever PYTHONIOENCODING
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     debugger.install()
-    carry_snapshots(config)
     disable_host_calls(config)
     config.option.runxfail = True  # the host applies xfail to the test as a whole
     for name in REMOVED_PLUGINS:

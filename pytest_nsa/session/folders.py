@@ -1,6 +1,7 @@
 """Folders: one per run, in it one per test, in that one per rank. Names from test ids are sanitised; nothing foreign is deleted.
 
-Where the artifacts folder cannot be written to (read-only, full, over a quota, not a folder), a run continues in a temporary one.
+Where the artifacts folder cannot be written to (read-only, full, over a quota, not a folder), a run uses a temporary one. Where its
+disk becomes full later, folders of further tests are in a temporary one; the run's lists and reports are written if they fit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.report.runs import ANNOUNCEMENTS, hold
-from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.terminal import short_path
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import (
@@ -31,7 +31,7 @@ from pytest_nsa.system.disk_space import (
     reserve,
 )
 from pytest_nsa.wire import masking
-from pytest_nsa.wire.files import append, append_line, read_lines, read_text, write_atomically
+from pytest_nsa.wire.files import append, append_line, read_lines, write_atomically
 
 MAX_NAME = 100
 
@@ -64,8 +64,8 @@ class RunFolder:
         self.prefix = "run"
         self.mode = mode
         self._path: Path | None = None
-        self._left: Path | None = None  # the folder that had no room any more
-        self._has_moved = False
+        self._spare: Path | None = None  # for the folders of tests, once the disk is full
+        self._reported: list[str] = []
         self._taken: dict[str, int] = {}
         self._lock = -1  # held as long as this process writes
 
@@ -86,7 +86,8 @@ class RunFolder:
             try:
                 self._open(self.root)
             except OSError as error:
-                self.move(error)
+                self._open(private_folder() / "artifacts")
+                self.report(f"{short_path(self.root)}: {error.strerror}: evidence goes to {self._path}")
             if limit < SMALL_LIMIT:
                 self.report(f"ulimit -f limits files to {limit >> 10} KiB: what ranks write beyond that is dropped")
         assert self._path is not None
@@ -94,32 +95,41 @@ class RunFolder:
 
     def _open(self, root: Path) -> None:
         path = self._make(root)
-        check_room(path)
+        try:
+            check_room(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # not the run's folder, in which a report would look for verdicts
+                path.rmdir()
+            raise
+        self._use(path)
+        self._point_latest(root, path)
+
+    def _use(self, path: Path) -> None:
         self._path = path
         with contextlib.suppress(OSError):  # a file system without locks
             self._lock = hold(path)
-        self._point_latest(root, path)
 
-    def move(self, error: OSError) -> None:
-        """Continue in a temporary folder, as this one cannot be written to. Raises ``error`` if the run has moved already."""
-        if self._has_moved:
+    @property
+    def room(self) -> Path:
+        """The folder that has room for the folders of tests: the run's, or once its disk is full a temporary one."""
+        return self._spare or self.path
+
+    def spare(self, error: OSError) -> None:
+        """Let `room` be a temporary folder from now on. Raises ``error`` if it is one already."""
+        root = private_folder() / "artifacts"
+        if self._spare is not None or self.path.parent == root:
             raise error
-        self._has_moved, self._left, self._taken = True, self._path, {}
-        self._open(private_folder() / "artifacts")
-        self.report(f"{short_path(self._left or self.root)}: {error.strerror}: evidence goes to {self._path}")
+        make_folder(root)
+        self._spare, self._taken = root / self.path.name, {}
+        self._spare.mkdir(mode=self.mode, exist_ok=True)
+        check_owner(self._spare)
+        self.report(f"{short_path(self.path)}: {error.strerror}: evidence of further tests goes to {self._spare}")
 
-    def gather(self) -> None:
-        """At the session's end, merge the run's lists in the temporary folder, if this process or a worker has moved there."""
-        if not self._has_moved and self.name is not None and any(p.is_dir() for p in self.places("")[1:]):
-            self._has_moved, self._left = True, self._path
-            self._open(private_folder() / "artifacts")
-        if self._left is None:
-            return
-        for name in (VERDICTS, NOTICES, ANNOUNCEMENTS):
-            text = read_text(self._left / name) + read_text(self.path / name)
-            if text:
-                write_atomically(self.path / name, text)
-        self._left = None
+    def find(self) -> None:
+        """Use the folder that a worker has made, if one has."""
+        made = next((path for path in self.places("") if path.is_dir()), None) if self.name else None
+        if self._path is None and made is not None:
+            self._use(made)
 
     def places(self, file: str) -> list[Path]:
         """Return the paths at which a worker may have written a file of the run."""
@@ -174,17 +184,18 @@ class RunFolder:
         try:
             return self._new_folder(name, ranks)
         except OSError as error:
-            self.move(error)
+            self.spare(error)
             return self._new_folder(name, ranks)
 
     def _new_folder(self, name: str, ranks: Sequence[int]) -> Path:
         while True:
             count = self._taken.get(name, 0)
             self._taken[name] = count + 1
-            path = self.path / (name if not count else f"{name}-{count + 1}")
-            check_space(self.path)
+            room = self.room
+            path = room / (name if not count else f"{name}-{count + 1}")
+            check_space(room)
             try:
-                path.mkdir(parents=path.parent != self.path)
+                path.mkdir(parents=path.parent != room)
             except FileExistsError:
                 continue
             if ranks:
@@ -204,6 +215,7 @@ class RunFolder:
     def report(self, text: str) -> None:
         """Report something that concerns the whole run. The closing lines show it once, whichever workers report it."""
         self.note(text)
+        self._reported.append(text)
         with ignore_full_disk():
             append_line(self.path / NOTICES, {"text": text})
 
@@ -214,5 +226,5 @@ class RunFolder:
             append_line(self.path / ANNOUNCEMENTS, {"time": wall_clock(), "text": text, **facts})
 
     def notices(self) -> list[str]:
-        """Return what any worker passed to `report`."""
-        return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / NOTICES)))
+        """Return what was passed to `report`, by any worker if it could be written."""
+        return list(dict.fromkeys((*(entry["text"] for entry in read_lines(self.path / NOTICES)), *self._reported)))

@@ -28,7 +28,7 @@ from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
 from pytest_nsa.session import phases, recorded_properties
 from pytest_nsa.session.failure_text import ReprEntryNative
-from pytest_nsa.session.plugins import lines_by_test, snapshots
+from pytest_nsa.session.plugins import lines_by_test
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()
@@ -124,8 +124,6 @@ class Ranked(pytest.Function):
         self._take_over(evidence)
         lines_by_test.add_lines_of_ranks(self, evidence.folder)
         runner.remove_passed(self, verdict, evidence.folder)
-        if runner.attachment is None or runner.attachment.leads:
-            snapshots.take_over(self, evidence, passed=not verdict.failed)
         repeat_warnings(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):
             pytest.exit("Quitting debugger")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pytest_nsa.evidence.board import masked_board
-from pytest_nsa.evidence.snapshots import FILE
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import parse, read_bytes, write_atomically
 from pytest_nsa.wire.masking import mask_with
@@ -43,12 +42,6 @@ def mask_text(path: Path) -> None:
     from nsa.trace.secrets import masked
 
     _rewrite(path, masked)
-
-
-def mask_snapshots(folder: Path) -> None:
-    """Rewrite what ranks compared with snapshots. Called after the host has read it: snapshots keep the test's values."""
-    for rank in folder.glob("rank*"):
-        _rewrite(rank / FILE, _mask_lines)
 
 
 def _rewrite(path: Path, mask: Callable[[str], str]) -> None:

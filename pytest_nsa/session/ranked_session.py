@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import pytest
@@ -37,9 +37,7 @@ from pytest_nsa.session.launch import failed_key, launched_key
 from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.outer.launched import outer_key
-from pytest_nsa.session.plugins import snapshots
 from pytest_nsa.session.plugins.forked import keep_from_forking
-from pytest_nsa.session.plugins.unreached_snapshots import UnreachedSnapshots
 from pytest_nsa.session.resources import lacks_gpu
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
@@ -66,7 +64,6 @@ def begin(config: pytest.Config, *, is_late: bool) -> None:
         config.add_cleanup(lambda: mask_with(None))
     config.stash[signals_key] = Signals()
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
-    config.pluginmanager.register(UnreachedSnapshots(), "nsa-unreached-snapshots")
     config.stash[failures_key] = Failures()
     config.pluginmanager.register(config.stash[failures_key], "nsa-failures")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
@@ -120,9 +117,22 @@ def _is_marked(item: pytest.Item) -> TypeGuard[pytest.Function]:
 
 def _check_marks(item: pytest.Item) -> None:
     extensions = item.config.stash[runner_key].extensions
-    other = snapshots.not_carried(item) if isinstance(item, Ranked) else marks.other_plugin_warnings(item)
+    other = _refuse_snapshots(item) if isinstance(item, Ranked) else marks.other_plugin_warnings(item)
     wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.rank_problems(item), *other)
     item.stash[problem_key] = "\n".join(wrong)
+
+
+def _refuse_snapshots(item: Ranked) -> Iterator[str]:
+    """Yield an error message for a ranked test that takes syrupy's fixture: each rank would write the same file.
+
+    The run then updates no snapshot, as syrupy would delete those of the refused test.
+    """
+    if getattr(item.config, "_syrupy", None) is not None and "snapshot" in item.fixturenames:
+        item.config.option.update_snapshots = False
+        yield (
+            f"{marks.named(item)}: takes syrupy's 'snapshot', which ranks do not write: assert on values, or compare what "
+            "launch(...).output(rank) returns in a test without ranks; this run updates no snapshot"
+        )
 
 
 def finish_collection(session: pytest.Session) -> None:
@@ -276,19 +286,13 @@ def finish(session: pytest.Session, exitstatus: int) -> None:
     follows = runner.attachment is not None and not runner.attachment.leads
     if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        runner.folder.gather()
         if runner.settings.mask_output:
             mask_text(runner.folder.path / "zygote.log")
         try:
             _write_reports(config, interrupted=interrupted)
         except OSError as error:
-            try:
-                runner.folder.move(error)
-                runner.folder.gather()
-                _write_reports(config, interrupted=interrupted)
-            except OSError:  # no room there either
-                config.stash[unwritten_key] = f"SUMMARY.md and report.html could not be written: {error}"
-                return
+            config.stash[unwritten_key] = f"SUMMARY.md and report.html could not be written: {error}"
+            return
         _look_at_other_runs(runner.folder, runner.settings.keep_runs)
 
 
@@ -335,7 +339,8 @@ def summarize(terminalreporter: Any, config: pytest.Config) -> None:
     runner = config.stash[runner_key]
     entries = config.stash.get(entries_key, None)
     if unwritten_key in config.stash:
-        terminalreporter.write_line(visible(config.stash[unwritten_key]))
+        for line in (*runner.folder.notices(), config.stash[unwritten_key]):
+            terminalreporter.write_line(visible(line))
     if entries is None:
         return
     failed = [entry for entry in entries if entry.verdict.failed]

@@ -36,7 +36,7 @@ class RunLauncher:
         if self._launcher is None:
             if self.plan.kind == "fork" and (not between_tests or choose_launcher.why_not_fork(self.config)):
                 self._plan = LaunchPlan(kind="clean", description="forked from a clean child pytest")
-            log = self.run.path / "zygote.log"
+            log = self.run.room / "zygote.log"
             if self._unreachable:  # no test waits for it again
                 raise LaunchError(self._unreachable)
             try:
@@ -65,7 +65,7 @@ class RunLauncher:
         """Return the launcher of new interpreters, and kill the ranks that stayed for another test."""
         self.kill_ranks()
         if self._cold is None:
-            self._cold = choose_launcher.start("cold", self.config, session, self.run.path / "zygote.log")
+            self._cold = choose_launcher.start("cold", self.config, session, self.run.room / "zygote.log")
         return self._cold
 
     def kill_ranks(self) -> None:

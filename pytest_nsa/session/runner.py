@@ -26,7 +26,7 @@ from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
-from pytest_nsa.session.masking import mask_files, mask_snapshots, shown_ids
+from pytest_nsa.session.masking import mask_files, shown_ids
 from pytest_nsa.session.needs import Needs, needs_of
 from pytest_nsa.session.outer.launcher import Attachment
 from pytest_nsa.session.phases import Phases, fold, static_mark
@@ -190,7 +190,7 @@ class RankRunner:
         try:
             self._write_job(session, job)
         except OSError as error:
-            self.folder.move(error)
+            self.folder.spare(error)
             remove_tree(Path(job.folder))
             job = replace(job, folder=str(self.folder.test_folder(name, self._ranks_here(job.world_size))))
             self._write_job(session, job)
@@ -246,10 +246,7 @@ class RankRunner:
     def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         if self.settings.mask_output:
             mask_files(folder)
-        concluded = conclude(folder, keep=keep, rules=self.extensions.rules)
-        if self.settings.mask_output:
-            mask_snapshots(folder)
-        return concluded
+        return conclude(folder, keep=keep, rules=self.extensions.rules)
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
         if self.attachment is not None:

@@ -201,7 +201,7 @@ def commands(run: Path, good: Path) -> list[list[str]]:
     page, test = run.parent.parent / "compare.html", min(path for path in run.iterdir() if path.is_dir())
     return [
         ["diagnose", str(run)], ["diagnose", "--json", str(run)], ["watch", "--once", "--run", str(test)],
-        ["compare", str(good), str(run), "--html", str(page)], ["history", str(run.parent)], ["diagnose", "--html", str(run)],
+        ["compare", str(good), str(run), "--html", str(page)], ["diagnose", "--html", str(run)],
         ["report", str(run)], ["clean", "--keep", "0", "--keep-failed", "0", str(run.parent)],
     ]  # fmt: skip
 

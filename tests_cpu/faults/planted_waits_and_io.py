@@ -272,7 +272,7 @@ def test_external_sort(group):
     assert unique[0] == unique[2]
 
 
-@planted("sleeping", [0], n=3, marked=True, reason="lock (it is there", family="sleep", origin="issue 48")
+@planted("sleeping", [0], n=3, marked=True, reason="sleeps", family="sleep", origin="issue 48")
 def test_lock_of_a_killed_build(group, tmp_path):
     """The lock file that torch's builder of extensions makes is there, as a build was killed: rank 0 sleeps until it is removed."""
     from torch.utils.file_baton import FileBaton

@@ -37,10 +37,6 @@ class Launch:
         branch = "" if windowed is None else " of the window" if windowed else " of the blocks"
         return f"{self.kernel.__name__}{branch}"
 
-    @property
-    def is_gluon(self) -> bool:
-        return bool(self.kernel.is_gluon())
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -120,24 +116,6 @@ def record_launches(
     return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
-def record_gluon(problem: Problem) -> list[Launch]:
-    """Return the launches of a forward and its backward that Gluon's kernels serve."""
-    from nsa.kernels.triton import block_schedule, branches, selection_schedule
-    from nsa.kernels.triton.tiles import Ring
-
-    def ring(kernel: str, *_: Any) -> Ring:
-        width = problem.d_k + problem.d_v
-        if kernel.endswith("dkv"):
-            return Ring(64, 2) if width <= 256 else Ring(32, 4)
-        return Ring(64, 3) if width <= 320 else Ring(32, 2)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (branches, block_schedule, selection_schedule):
-            monkeypatch.setattr(module, "ring", ring)
-        launched = [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some]
-    return list({launch.name: launch for launch in launched if launch.is_gluon}.values())
-
-
 def compile_for(launch: Launch, capability: int) -> Compiled:
     """Compile for sm_``capability``; Triton's own assembler reports what the code needs."""
     code = code_of(launch, capability)
@@ -152,7 +130,6 @@ def code_of(launch: Launch, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -168,11 +145,8 @@ def code_of(launch: Launch, capability: int) -> Any:
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            layout = f",{value.layout!r}" if launch.is_gluon else ""
-            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}{layout}>"
-    source = (GluonASTSource if launch.is_gluon else ASTSource)(
-        launch.kernel, {name: signature[name] for name in names}, constants, attributes
-    )
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+    source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
     options = {"enable_fp_fusion": True, **launch.options}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -190,29 +164,6 @@ def ptxas(ptx: str, capability: int) -> tuple[int, int]:
     registers = int(re.findall(r"Used (\d+) registers", done.stderr)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr))
     return registers, spilled
-
-
-def loops_of(cubin: bytes, path: Path) -> list[list[str]]:
-    """Return the operations of each innermost loop of machine code, such as 'MUFU.EX2', and 'WARPGROUP.DEPBAR.LE:0x2' where all
-    but two products are waited for; ``path`` is written.
-    """
-    from triton import knobs
-
-    path.write_bytes(cubin)
-    done = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", path], text=True, capture_output=True, check=True)
-    starts: dict[str, int] = {}
-    operations: list[str] = []
-    found: list[tuple[int, int]] = []
-    for line in done.stdout.splitlines():
-        if label := re.match(r"(\.L_\S+):", line):
-            starts[label[1]] = len(operations)
-        elif step := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)(.*);", line):
-            operations.append(step[1] if "DEPBAR" not in step[1] else f"{step[1]}:{step[2].split()[-1]}")
-            back = re.search(r"\((\.L_\S+)\)", step[2])
-            if step[1].startswith("BRA") and back and back[1] in starts:
-                found.append((starts[back[1]], len(operations)))
-    innermost = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
-    return [operations[first:end] for first, end in innermost]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -233,14 +184,9 @@ TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel
 
 
 def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
-    """Compile every kernel of `record_launches`, with the tiles that a GPU of that capability gets, and Gluon's for Hopper."""
+    """Compile every kernel of `record_launches`, with the tiles that a GPU of that capability gets."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        from nsa.kernels.triton import selection_schedule
-
-        monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)  # neighbours' unions, whatever the length
         launched = record_launches(monkeypatch, problem, f"sm_{capability}")
-    if capability == 90:
-        launched.append(record_gluon(problem))
     launches = {launch.name: launch for some in reversed(launched) for launch in some}
     return {name: compile_for(launch, capability) for name, launch in launches.items()}
 

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # The checks of one process. Some change, for the rest of their process, how work is cut.
 QUICK = (("whole", "decoding", "large_scores", "functional"),)
 SLOW = (
-    ("union",),
     ("rotary",),
     ("given_picks",),
     ("window", "selection", "lists"),
@@ -28,7 +27,6 @@ SLOW = (
     ("selected_on_hopper",),
     ("tiles",),
     ("groups",),
-    ("unions",),
     ("any_shape",) * 5,
 )
 

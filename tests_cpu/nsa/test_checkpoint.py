@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import export, generate, train
+from nsa import export, train
 from nsa.config import Config, ConfigError, ModelConfig, load_config
 from nsa.data import Position, batches, open_source
 from nsa.training import checkpoint
@@ -456,34 +456,11 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "weights.safetensors cannot be written: " in capsys.readouterr().err
     assert export.main([str(saved), str(tmp_path)]) == 2
     assert f"{tmp_path}: is a folder; give the file to write, as in " in capsys.readouterr().err
+    latest = saved.parent / "latest"
+    assert export.main([str(latest), str(tmp_path / "other.safetensors")]) == 2
+    assert f"give a checkpoint, as {saved}" in capsys.readouterr().err
     (saved / "checkpoint.json").write_text("{}")
     assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
-    assert "is not a checkpoint of this program" in capsys.readouterr().err
-
-
-def test_a_checkpoint_continues_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = small(tmp_path)
-    trainer, position = trained(config, RankInfo(), tmp_path, 1)
-    ((saved,), _) = save(config, RankInfo(), tmp_path, trainer, position)
-    words = [str(saved), "--prompt", "In the ", "--tokens", "12"]
-    said = []
-    for more in ((), (), ("--seed", "1"), ("--temperature", "0"), ("--temperature", "0")):
-        assert generate.main([*words, *more]) == 0
-        said.append(capsys.readouterr().out)
-    assert all(text.startswith("In the ") for text in said)
-    assert said[0] == said[1]
-    assert said[0] != said[2]
-    assert said[3] == said[4]
-    assert generate.main([*words, "--temperature", "1e-300"]) == 0  # as the likeliest
-    assert capsys.readouterr().out == said[3]
-    latest = saved.parent / "latest"
-    assert generate.main([str(latest), *words[1:]]) == 2
-    assert (
-        f"{str(latest)!r}: is not a checkpoint of this program; give a checkpoint, as {saved}"
-        in capsys.readouterr().err
-    )
-    (saved / "checkpoint.json").write_text("{}")
-    assert generate.main(words) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err
 
 
@@ -492,26 +469,11 @@ def test_a_program_that_reads_a_checkpoint_takes_each_name_as_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert generate.main([name, "--prompt", "x"]) == 2
+    assert export.main([name, "weights.safetensors"]) == 2
     assert (
         f"error: checkpoint {name!r}: is not a checkpoint of this program; give a step_* folder"
         in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--prompt", "a\udcff"), "--prompt: is not text in UTF-8"),
-        (("--prompt", "a", "--seed", "9" * 30), "must be from -2**63 to 2**64 - 1"),
-    ],
-)
-def test_options_of_generate_are_refused_with_a_sentence(
-    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        generate.main(["step_00000001", *words])
-    assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow

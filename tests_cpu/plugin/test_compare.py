@@ -15,7 +15,6 @@ import pytest
 from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.compare import Difference, compare
-from pytest_nsa.report.history import history
 from pytest_nsa.report.summary import read_entries
 from pytest_nsa.testing import HEADER, run_in
 from tests_cpu.strangers import as_stranger, needs_root, shared_folder
@@ -264,30 +263,6 @@ def test_a_machine_that_is_slower_is_no_regression() -> None:
     assert compare([base], [new]) == []
     new["t2"] = replace(new["t2"], figures=figures(1.4 * 1.3 * 12))
     assert kinds(compare([base], [new])) == [("t2", "step", "worse")]
-
-
-def test_history_names_flaky_sick_and_slower_tests(tmp_path: Path) -> None:
-    fail = {"outcome": "FAIL", "cause": "assertion"}
-    runs = [
-        (
-            f"run{n}",
-            {
-                "healthy": verdict("healthy", figures=figures(10 + 0.1 * n)),
-                "flaky": verdict("flaky", **fail if n % 2 else {}),  # type: ignore[arg-type]
-                "sick": verdict("sick", **fail if n > 3 else {}),  # type: ignore[arg-type]
-                "slower": verdict("slower", figures=figures(10 if n < 6 else 14)),
-            },
-        )
-        for n in range(7)
-    ]
-    assert {past.test: (past.letters, past.text) for past in history(runs)} == {
-        "flaky": (".F.F.F.", "flaky: 3 of 7 failed, turning 6 times"),
-        "sick": ("....FFF", "fails since run4"),
-        "slower": (".......", "slower: a step takes 14.0 ms, 10.0 before"),
-    }
-    done = tell("history", tmp_path)
-    assert done.returncode == 2
-    assert "no finished run here" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What `pytest-nsa watch` shows of many ranks, and its outputs for programs: a command per verdict, a textfile for Prometheus."""
+"""What `pytest-nsa watch` shows of many ranks, and its output for programs: a command per verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa.trace.board import Board
-from pytest_nsa.cli.outputs import VerdictCommand, metrics
+from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.watch import Watcher
 
 SLEEPS = """
@@ -52,18 +52,6 @@ def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path, monkeypatc
     assert first == "    1  rank 3: step 0  body  at train.py:7 in load_undone  still for 5 s"
     assert second.startswith("   11  ranks 0-2, 4-11: step 0  body  in barrier #1 at train.py:9 in main")
     assert second.endswith("  still for 13 s")
-
-
-def test_metrics_are_prometheus_s(twelve: Path) -> None:
-    watcher = Watcher(twelve)
-    watcher.look()
-    status = watcher.to_json()
-    status["verdict"] = {"cause": "sleeping", "ranks": [3], "retry": "never"}
-    rows = metrics([status]).splitlines()
-    assert f'nsa_step{{run="{twelve}",rank="11"}} 0' in rows
-    assert f'nsa_verdict{{run="{twelve}",rank="3",cause="sleeping",retry="never"}} 1' in rows
-    names = {row.split("{")[0] for row in rows if not row.startswith("#")}
-    assert names == {row.split()[2] for row in rows if row.startswith("# TYPE")}
 
 
 def test_a_command_is_run_once_per_verdict(tmp_path: Path) -> None:

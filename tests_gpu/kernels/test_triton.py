@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,8 +9,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
-from nsa.kernels.triton import block_schedule, branches, decoding, selection_schedule, sequences, single
-from nsa.kernels.triton.tiles import Ring
+from nsa.kernels.triton import decoding, sequences, single
 from pytest_nsa import gpu
 
 pytestmark = gpu
@@ -72,32 +68,6 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
 
 
 @pytest.mark.parametrize(("shape", "dtype"), ALL_TYPES, ids=str)
-def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of 50 queries pick the same blocks: unions serve, give what the equations give, and the same bits twice."""
-    monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)
-    B, S, H, G, Dk, Dv = SHAPES[shape]
-    inputs, exact = leaves(dtype, (B, S, H, Dk), (B, S, G, Dk), (B, S, G, Dv))
-    n_blocks = blocks.num_selection(S, 64)
-    n_sel = min(8, n_blocks)
-    # Only what the first query of a run sees.
-    importance = torch.rand(B, S, G, n_blocks, device="cuda")[:, torch.arange(S) // 50 * 50]
-    chosen = blocks.select(importance, 64, n_sel)[:, torch.arange(S) // 50 * 50]
-    choices, shipped = [], selection_schedule.unite
-
-    def noted(*arguments: torch.Tensor) -> selection_schedule.Unions | None:
-        unions = shipped(*arguments)  # type: ignore[arg-type]
-        choices.append(None if unions is None else unions.choice)
-        return unions
-
-    monkeypatch.setattr(selection_schedule, "unite", noted)
-    found = [ops.selected(*inputs, chosen, 64, n_sel, Dk**-0.5, "triton")[0] for _ in range(2)]
-    compare(found[0], reference.selected(*exact, chosen, l_sel=64, n_sel=n_sel, scale=Dk**-0.5), inputs, exact)
-    assert torch.equal(*found)
-    if dtype != torch.float32:  # its tiles have too few rows for several queries of large groups
-        assert all(choice is not None and bool(choice.all()) for choice in choices)
-
-
-@pytest.mark.parametrize(("shape", "dtype"), ALL_TYPES, ids=str)
 def test_each_branch(shape: str, dtype: torch.dtype) -> None:
     B, S, H, G, Dk, Dv = SHAPES[shape]
     scale, n_cmp, n_blocks = Dk**-0.5, blocks.num_compressed(S, 32, 16), blocks.num_selection(S, 64)
@@ -150,51 +120,6 @@ def compare_pack(lengths: list[int], heads: int, dtype: torch.dtype) -> None:
     compare(
         nsa_attention(*inputs, **settings, backend="triton"), reference_attention(*exact, **settings), inputs, exact
     )
-
-
-@pytest.fixture
-def in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the kernels in Gluon serve where they can, as the window always can."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels in Gluon are for Hopper")
-    shipped_launch, names = branches.launch, set()
-
-    def noted(kernel: Any, *arguments: Any, **settings: Any) -> None:
-        names.add(kernel.__name__)
-        shipped_launch(kernel, *arguments, **settings)
-
-    for module in (branches, block_schedule, selection_schedule):
-        monkeypatch.setattr(module, "ring", lambda *_: Ring(64, 3))
-        monkeypatch.setattr(module, "launch", noted)
-    yield
-    assert "strided_overlapped" in names
-
-
-@pytest.mark.usefixtures("in_gluon")
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        ("paper", torch.bfloat16), ("125m", torch.float16), ("multi-query", torch.bfloat16), ("short", torch.bfloat16),
-        ("64 heads", torch.bfloat16),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_each_branch_in_gluon(shape: str, dtype: torch.dtype) -> None:
-    test_each_branch(shape, dtype)
-
-
-@pytest.mark.usefixtures("in_gluon")
-@pytest.mark.parametrize("lengths", [[5, 0, 400], [300, 700, 64, 1, 200], [1] * 50])
-def test_a_pack_in_gluon(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "PARTS", 1)
-    compare_pack(lengths, 16, torch.bfloat16)  # heads with rows that TMA can copy
-
-
-@pytest.mark.usefixtures("in_gluon")
-def test_the_same_bits_every_time_in_gluon() -> None:
-    inputs, _ = leaves(torch.bfloat16, *of_whole((1, 9000, 64, 4, 192, 128), 561))
-    runs = [nsa_attention(*inputs, **SIZES, backend="triton") for _ in range(5)]
-    assert all(torch.equal(runs[0], out) for out in runs[1:])
 
 
 @pytest.mark.parametrize("what", ["equal", "huge", "zero"])

@@ -11,16 +11,12 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import importance, importance_overlapped, pick_blocks
+from nsa.kernels.triton import importance, pick_blocks
 from nsa.kernels.triton.branches import Places, sequence_arguments
 from nsa.kernels.triton.launch import (
     LOG2E,
-    ROWS_OVERLAPPED,
     can_describe,
-    can_use_gluon,
     descriptors,
-    even_stages,
-    gluon_descriptors,
     head_dims,
     launch,
     meta,
@@ -29,11 +25,7 @@ from nsa.kernels.triton.launch import (
 )
 from nsa.kernels.triton.selection_schedule import Selection
 from nsa.kernels.triton.sequences import Range, Sequences
-from nsa.kernels.triton.tiles import ring, tile, widths
-
-KEYS_OVERLAPPED = importance_overlapped.KEYS.value  # of a tile
-FEWEST_HEADS = 4  # of a group, for the overlapped importance: fewer are many sums of few terms
-WIDEST = 192  # head dim of the overlapped importance: beyond, its loop spills registers
+from nsa.kernels.triton.tiles import tile
 
 
 class Steps(NamedTuple):
@@ -61,21 +53,9 @@ def block_importance(
     own.
     """
     G, h = k.shape[1], q.shape[1] // k.shape[1]
-    in_gluon = ring("importance", q, d_v, sequences.longest)
     a, r = l // places.stride, selection.l_sel // places.stride
     table, longest, most_keys, H, _, _ = sequence_arguments(sequences, q, k)
     table = table if at.table is None else at.table
-    fits = h >= FEWEST_HEADS and q.shape[-1] <= WIDEST and steps_of(KEYS_OVERLAPPED, a, r).is_clear
-    if in_gluon is not None and fits and can_use_gluon(h, q, k):
-        part, per_program = widths(q.shape[-1]), ROWS_OVERLAPPED // h
-        launch(
-            importance_overlapped.importance_overlapped, (triton.cdiv(at.hi - at.lo, per_program) * at.count * G,), q, q,
-            *gluon_descriptors(k, KEYS_OVERLAPPED), lse, out, table, longest, most_keys, H, G, at.count * G, at.lo, at.hi, at.first,
-            selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, A=a, R=r, h=h, D0=part.d0, D1=part.d1,
-            STEP=steps_of(KEYS_OVERLAPPED, a, r).blocks, STAGES=even_stages(in_gluon),
-            NQ=max(8, triton.next_power_of_2(per_program)), PACKED=at.table is not None, num_warps=4,
-        )  # fmt: skip
-        return
     t = tile("importance", q, d_v, sequences.longest)
     bm, by_tma = rows_for(t, h), can_describe(t, k)
     steps = steps_of(t.bn, a, r)

@@ -15,30 +15,10 @@ import torch
 import triton
 
 from nsa.kernels.triton import gates as gate_kernels
-from nsa.kernels.triton import (
-    strided,
-    strided_backward,
-    strided_dkv_overlapped,
-    strided_dq_overlapped,
-    strided_overlapped,
-)
-from nsa.kernels.triton.launch import (
-    COPIED,
-    LOG2E,
-    ROWS_OVERLAPPED,
-    can_copy_rows,
-    can_describe,
-    can_use_gluon,
-    descriptors,
-    gluon_descriptor,
-    gluon_descriptors,
-    head_dims,
-    launch,
-    meta,
-    rows_for,
-)
+from nsa.kernels.triton import strided, strided_backward
+from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, head_dims, launch, meta, rows_for
 from nsa.kernels.triton.sequences import Sequences
-from nsa.kernels.triton.tiles import Ring, ring, tile, widths
+from nsa.kernels.triton.tiles import tile, widths
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -107,17 +87,6 @@ def strided_forward(
 ) -> None:  # fmt: skip
     """Write output and log-sum-exp of the window or the compressed branch."""
     H, G, h = q.shape[1], k.shape[1], q.shape[1] // k.shape[1]
-    in_gluon = ring(places.name, q, v.shape[-1], sequences.longest)
-    if in_gluon is not None and can_use_gluon(h, q, k, v):
-        part = widths(q.shape[-1])
-        launch(
-            strided_overlapped.strided_overlapped, (triton.cdiv(sequences.longest, ROWS_OVERLAPPED // h) * sequences.count * G,), q,
-            q, *gluon_descriptors(k, in_gluon.bn), gluon_descriptors(v, in_gluon.bn)[0], out, lse,
-            *sequence_arguments(sequences, q, k), places.window, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=h,
-            D0=part.d0, D1=part.d1, DV=v.shape[-1], BN=in_gluon.bn, STAGES=in_gluon.stages, WINDOWED=places.is_window,
-            PACKED=sequences.is_packed, num_warps=4,
-        )  # fmt: skip
-        return
     t = tile(places.name, q, v.shape[-1], sequences.longest)
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
@@ -135,18 +104,6 @@ def strided_dq(
 ) -> None:  # fmt: skip
     """Write the gradient of q, or, if ``add``, add it to what ``dq`` holds."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
-    in_gluon = ring(f"{places.name}_dq", q, v.shape[-1], sequences.longest)
-    if in_gluon is not None and can_use_gluon(h, q, k, v):
-        part = widths(q.shape[-1])
-        launch(
-            strided_dq_overlapped.strided_dq_overlapped,
-            (triton.cdiv(sequences.longest, ROWS_OVERLAPPED // h) * sequences.count * G,), q,
-            q, *gluon_descriptors(k, in_gluon.bn), gluon_descriptors(v, in_gluon.bn)[0], grad, *rows, dq,
-            *sequence_arguments(sequences, q, k), places.window, scale * LOG2E, scale, STRIDE=places.stride, OFFSET=places.offset,
-            h=h, D0=part.d0, D1=part.d1, DV=v.shape[-1], BN=in_gluon.bn, STAGES=in_gluon.stages, WINDOWED=places.is_window,
-            ADD=add, PACKED=sequences.is_packed, num_warps=4,
-        )  # fmt: skip
-        return
     t = tile(f"{places.name}_dq", q, v.shape[-1], sequences.longest)
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
@@ -164,31 +121,19 @@ def strided_dkv(
 ) -> Pair:  # fmt: skip
     """Return the gradients of k and v."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
-    in_gluon = ring_of_gradients(grad, q, k, v, sequences, places)
-    sizes = f"{places.name}_dkv", q, v.shape[-1], sequences.longest
-    keys_at_once = tile(*sizes).bn if in_gluon is None else ROWS_OVERLAPPED
-    tiles_of_keys = triton.cdiv(places.most_keys(sequences), keys_at_once) * sequences.count * G
+    t = tile(f"{places.name}_dkv", q, v.shape[-1], sequences.longest)
+    tiles_of_keys = triton.cdiv(places.most_keys(sequences), t.bn) * sequences.count * G
     segments = segments_of(sequences.longest, tiles_of_keys, places.window)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     segment = triton.cdiv(sequences.longest, segments)
     segments = triton.cdiv(sequences.longest, segment)
     parts = [x if segments == 1 else x.new_empty(segments, *x.shape, dtype=torch.float32) for x in (dk, dv)]
-    if in_gluon is not None:
-        launch(
-            strided_dkv_overlapped.strided_dkv_overlapped, (tiles_of_keys, segments), q,
-            gluon_descriptor(q.view(-1, q.shape[-1]), h, COPIED), k, v, gluon_descriptor(grad.view(-1, v.shape[-1]), h, COPIED),
-            *rows, *parts, *sequence_arguments(sequences, q, k), places.window, segment, len(k), scale * LOG2E, scale,
-            STRIDE=places.stride, OFFSET=places.offset, h=h, DK=q.shape[-1], DV=v.shape[-1], BM=in_gluon.bn,
-            STAGES=in_gluon.stages, WINDOWED=places.is_window, PACKED=sequences.is_packed, num_warps=4,
-        )  # fmt: skip
-    else:
-        t = tile(*sizes)
-        launch(
-            strided_backward.strided_dkv, (tiles_of_keys, segments), q, q, k, v, grad, *rows, *parts,
-            *sequence_arguments(sequences, q, k), places.window, segment, len(k), scale * LOG2E, scale, STRIDE=places.stride,
-            OFFSET=places.offset, h=h, BM=t.bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window,
-            PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
-        )  # fmt: skip
+    launch(
+        strided_backward.strided_dkv, (tiles_of_keys, segments), q, q, k, v, grad, *rows, *parts,
+        *sequence_arguments(sequences, q, k), places.window, segment, len(k), scale * LOG2E, scale, STRIDE=places.stride,
+        OFFSET=places.offset, h=h, BM=t.bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window,
+        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
+    )  # fmt: skip
     if segments > 1:
         keys = len(k) * G
         launch(
@@ -196,19 +141,6 @@ def strided_dkv(
             PK=widths(k.shape[-1]).whole, DV=v.shape[-1], PV=widths(v.shape[-1]).whole, BR=16, num_warps=4,
         )  # fmt: skip
     return dk, dv
-
-
-def ring_of_gradients(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, places: Places
-) -> Ring | None:
-    """Return the ring of rows with which dk and dv are made in Gluon; None where copies of rows are not whole, or sums exceed
-    the registers.
-    """
-    h, d_v = q.shape[1] // k.shape[1], v.shape[-1]
-    found = ring(f"{places.name}_dkv", q, d_v, sequences.longest)
-    if found is None or found.bn % h != 0 or q.shape[-1] + d_v > 320:
-        return None
-    return found if can_use_gluon(h, q, k, v) and can_copy_rows(h, q, grad) else None
 
 
 def segments_of(longest: int, tiles_of_keys: int, seen: int) -> int:

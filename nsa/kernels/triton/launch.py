@@ -8,13 +8,9 @@ from typing import Any
 import torch
 import triton
 
-from nsa.kernels.triton.selection_forward_tma import WIDTH
-from nsa.kernels.triton.strided_overlapped import CONSUMERS, ROWS
-from nsa.kernels.triton.tiles import Ring, Tile, widths
+from nsa.kernels.triton.tiles import Tile, widths
 
 LOG2E = 1.4426950408889634
-ROWS_OVERLAPPED = CONSUMERS.value * ROWS.value  # of a program
-COPIED = WIDTH.value  # columns of a copy of rows by TMA
 MOST_PROGRAMS = 65535  # of a grid's second and third dimension, on every GPU
 
 
@@ -69,22 +65,6 @@ def are_describable(*tensors: torch.Tensor) -> bool:
     )
 
 
-def can_use_gluon(h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> bool:
-    """Return whether a kernel in Gluon can serve: half precision, at most as many heads a group as rows, v in one part."""
-    is_simple = q.element_size() == 2 and h <= ROWS_OVERLAPPED and (v is None or widths(v.shape[-1]).d1 == 0)
-    return is_simple and (are_describable(k) if v is None else are_describable(k, v))
-
-
-def can_copy_rows(h: int, *tensors: torch.Tensor) -> bool:
-    """Return whether TMA copies the rows of a query and group at once: heads and columns make whole copies."""
-    return h in (8, 16, 32, 64) and all(x.shape[-1] % COPIED == 0 for x in tensors) and are_describable(*tensors)
-
-
-def even_stages(ring: Ring) -> int:
-    """Return the stages of a ring in which each of two consumers takes every second tile."""
-    return max(2, ring.stages // 2 * 2)
-
-
 def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:
     """Return TMA descriptors of both parts of x [N, G, D], ``rows`` at a time; x itself, twice, where they are not wanted."""
     if not is_wanted:
@@ -97,20 +77,3 @@ def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:
         for width in (part.d0, part.d1 or part.d0)
     )
     return one, other
-
-
-def gluon_descriptors(x: torch.Tensor, rows: int) -> tuple[Any, Any]:
-    """Return the same for a kernel in Gluon."""
-    part = widths(x.shape[-1])
-    return gluon_descriptor(x.flatten(1), rows, part.d0), gluon_descriptor(x.flatten(1), rows, part.d1 or part.d0)
-
-
-def gluon_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor of blocks [rows, columns] of a matrix for a kernel in Gluon, with their layout in shared memory."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout.get_default_for(
-        [rows, columns], gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    )
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)

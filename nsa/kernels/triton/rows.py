@@ -154,7 +154,7 @@ def load_lse(LSE, at, there):
 
 @triton.jit
 def store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr):
-    """End an online softmax: store and return the outputs of rows ``rows`` [T * H]; store their log-sum-exp, base e.
+    """End an online softmax: store the outputs of rows ``rows`` [T * H]; store their log-sum-exp, base e.
 
     ``top`` is a row's largest score times log2(e), ``total`` its sum relative to that; a row without keys gives 0 and -inf.
     """
@@ -166,7 +166,6 @@ def store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV: tl.constexp
     store_two(O, rows * DV, there, acc0, acc1, DV, E0, E1)
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
     tl.store(LSE + rows, lse, mask=there)
-    return acc0, acc1
 
 
 @triton.jit

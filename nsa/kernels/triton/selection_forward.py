@@ -43,25 +43,21 @@ def _scores(
 
 @triton.jit
 def selected_forward(
-    Q, K, V, LISTS, ITEMS, CHOICE, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
+    Q, K, V, LISTS, ITEMS, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, UNITED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with an item's queries to a sub-block. Grid (items, SUB).
 
     WIDE: q in a sequence, or the parts, have more elements than 32 bits count. If AHEAD, the scores of a tile are computed an
     iteration ahead, so that its rows arrive while the tile before is weighed and stored; their entries are loaded another one
-    ahead, as a load that waits for a load of its iteration is issued too late. If UNITED, groups that CHOICE marks are left to
-    `union_forward`.
+    ahead, as a load that waits for a load of its iteration is issued too late.
     """
     item = ITEMS + tl.program_id(0).to(tl.int64) * 4
     group = tl.load(item)
-    is_ours = group >= 0
-    if UNITED:
-        is_ours = is_ours & (tl.load(CHOICE + group, mask=is_ours, other=1) == 0)
-    if is_ours:
+    if group >= 0:
         j, begin, end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         b, g, sub = group // G, group % G, tl.program_id(1)
         s0, length = tokens_of(SEQUENCES, b, S, PACKED)  # S itself may be a constant, which no branch redefines
@@ -114,24 +110,16 @@ def selected_forward(
 
 @triton.jit
 def merge_parts(
-    PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, PICKS, OWNERS, CHOICE, S, H, G, FIRST, before,
+    PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, PICKS, H, G, FIRST,
     n_sel: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    HP: tl.constexpr, NS: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr, UNITED: tl.constexpr, PACKED: tl.constexpr,
+    HP: tl.constexpr, NS: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a query and group to O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
 
-    A query without picks gives 0 and -inf. If UNITED, groups that CHOICE marks are left to `union_forward`; of a pack, OWNERS
-    [T] are tokens' sequences, of which ``before`` come before the first at work. Grid (queries * G,).
+    A query without picks gives 0 and -inf. Grid (queries * G,).
     """
     row = tl.program_id(0).to(tl.int64)
     token, g = FIRST + row // G, row % G
-    if UNITED:
-        if PACKED:
-            b = tl.load(OWNERS + token) - before
-        else:
-            b = token // S
-        if tl.load(CHOICE + b * G + g) > 0:
-            return
     count = picks_there(PICKS, token * G + g, n_sel, NS) * SUB
     slot, i = tl.arange(0, NP), tl.arange(0, HP)
     base = row * (n_sel * SUB)

@@ -11,29 +11,13 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import lists, selection_backward, selection_forward, selection_forward_tma, union
+from nsa.kernels.triton import lists, selection_backward, selection_forward
 from nsa.kernels.triton.branches import Pair, Rows
-from nsa.kernels.triton.launch import (
-    COPIED,
-    LOG2E,
-    can_copy_rows,
-    can_describe,
-    can_use_gluon,
-    descriptors,
-    even_stages,
-    gluon_descriptor,
-    head_dims,
-    launch,
-    meta,
-    rows_for,
-)
+from nsa.kernels.triton.launch import LOG2E, head_dims, launch
 from nsa.kernels.triton.sequences import Range, Sequences
-from nsa.kernels.triton.tiles import Ring, cache_of, capability, keys_at_once, ring, tile, widths
+from nsa.kernels.triton.tiles import capability, keys_at_once, tile, widths
 
 Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-MOST_WORK = 3  # times the products of the picks alone, up to which neighbours read their blocks together
-MOST_TOGETHER = 16  # queries
 
 
 class Selection(NamedTuple):
@@ -136,7 +120,6 @@ def piece_of(h: int) -> int:
     return max(16, triton.next_power_of_2(1024 // h // 2 + 1))
 
 
-LARGE_PIECE = 256  # queries of an item where a program that waits for its keys has a multiprocessor to itself
 BACKWARD_PIECE = 256  # queries of an item there, whose dk and dv are parts in memory
 
 
@@ -159,16 +142,6 @@ def _has_wgmma(q: torch.Tensor) -> bool:
     return capability(q.device).startswith("sm_9") and q.element_size() == 2
 
 
-def ring_of_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, selection: Selection
-) -> Ring | None:
-    """Return the ring in which rows of queries arrive by TMA; None where they do not, or heads and columns make no whole copies."""
-    h, d_v = q.shape[1] // k.shape[1], v.shape[-1]
-    fits = d_v in (64, 128) and selection.sub_block == selection_forward_tma.KEYS.value
-    can_serve = fits and can_use_gluon(h, q, k, v) and can_copy_rows(h, q)
-    return ring("selected", q, d_v, sequences.longest) if can_serve else None
-
-
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, totals: torch.Tensor,
     sequences: Sequences, at: Range, selection: Selection, scale: float, out: torch.Tensor, lse: torch.Tensor,
@@ -177,113 +150,26 @@ def attend(
     """Write output and log-sum-exp of the selected branch of the queries of ``at``; given (o_cmp, o_win, gates, total), the
     gated sum to the last (Eq. 5); and the lists of their picks (`make_lists`).
     """
-    h, G = q.shape[1] // k.shape[1], k.shape[1]
-    piece = LARGE_PIECE if ring_of_rows(q, k, v, sequences, selection) is not None else piece_of(h)
-    items = make_lists(picks, entries, totals, sequences, at, selection, piece)
-    unions = unite(picks, q, k, v, sequences, at, selection)
-    parts = selected_forward(q, k, v, entries, items, unions, sequences, at, selection, scale)
-    merge_parts(parts, picks, unions, out, lse, G, sequences, at, selection, gated)
-    if unions is not None:
-        union_forward(q, k, v, unions, sequences, at, selection, scale, out, lse, gated)
-
-
-class Unions(NamedTuple):
-    """What tiles of so many ``queries`` picked together, at most ``tiles`` of them in a sequence, and whether they serve:
-    `union` has the layouts.
-    """
-
-    queries: int
-    tiles: int
-    blocks: torch.Tensor
-    bits: torch.Tensor
-    choice: torch.Tensor
-
-
-def unite(
-    picks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, at: Range, selection: Selection
-) -> Unions | None:  # fmt: skip
-    """Return the unions of neighbours' picks; None where keys and values of a sequence lie in the L2 cache, so that reading them
-    less often saves little, or where a tile has one query's rows alone.
-    """
-    G, h = k.shape[1], q.shape[1] // k.shape[1]
-    d_k, d_v = q.shape[-1], v.shape[-1]
-    if sequences.longest * G * (d_k + d_v) * k.element_size() <= cache_of(q.device):
-        return None
-    together = _together(rows_for(tile("union", q, d_v, sequences.longest), h), h)
-    if together < 2:
-        return None
-    tiles, table, packed = (
-        triton.cdiv(at.hi - at.lo, together),
-        picks if at.table is None else at.table,
-        at.table is not None,
-    )
-    room = at.tokens * G
-    found = Unions(
-        together, tiles, picks.new_empty(room * selection.n_sel), picks.new_empty(room * selection.n_sel),
-        picks.new_empty(at.count * G),
-    )  # fmt: skip
-    excess = picks.new_empty(room)
-    launch(
-        union.unite, (tiles * at.count * G,), picks, picks, found.blocks, found.bits, excess, table, sequences.longest, G, at.lo,
-        at.hi, at.first, tiles, MOST_WORK, n_sel=selection.n_sel, U=together, NS=triton.next_power_of_2(selection.n_sel),
-        PACKED=packed, num_warps=1 if together * selection.n_sel <= 256 else 4,
-    )  # fmt: skip
-    launch(
-        union.choose, (at.count * G,), picks, excess, found.choice, table, sequences.longest, G, at.lo, at.hi, at.first,
-        U=together, BT=1024, PACKED=packed, num_warps=4,
-    )  # fmt: skip
-    return found
-
-
-def _together(rows: int, h: int) -> int:
-    """Return the queries of a tile of ``rows``: a power of two."""
-    return min(MOST_TOGETHER, 1 << (rows // h).bit_length() - 1)
-
-
-def union_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unions: Unions, sequences: Sequences, at: Range, selection: Selection,
-    scale: float, out: torch.Tensor, lse: torch.Tensor, gated: Gated | None,
-) -> None:  # fmt: skip
-    """Write what `attend` does for those sequences and groups whose unions serve."""
-    H, G, d_k, d_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
-    t, h = tile("union", q, d_v, sequences.longest), H // G
-    by_tma = can_describe(t, k, v) and selection.sub_blocks * selection.sub_block == selection.l_sel
-    o_cmp, o_win, gates, total = (out, out, out, out) if gated is None else gated
-    launch(
-        union.union_forward, (unions.tiles * at.count * G,), q, q, k, v, *descriptors(k, selection.sub_block, by_tma),
-        *descriptors(v, selection.sub_block, by_tma), unions.blocks, unions.bits, unions.choice, out, lse, o_cmp, o_win, gates,
-        total, q if at.table is None else at.table, sequences.longest, H, G, at.lo, at.hi, at.first, unions.tiles, scale * LOG2E,
-        **selection.settings(), h=h, BM=max(16, triton.next_power_of_2(unions.queries * h)), BN=selection.sub_block,
-        U=unions.queries, NS=triton.next_power_of_2(selection.n_sel), GATED=gated is not None, TMA=by_tma,
-        PACKED=at.table is not None, **head_dims(d_k, d_v, q.dtype), **meta(t),
-    )  # fmt: skip
+    G = k.shape[1]
+    items = make_lists(picks, entries, totals, sequences, at, selection, piece_of(q.shape[1] // G))
+    parts = selected_forward(q, k, v, entries, items, sequences, at, selection, scale)
+    merge_parts(parts, picks, out, lse, G, at, selection, gated)
 
 
 def selected_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, entries: torch.Tensor, items: Items, unions: Unions | None,
-    sequences: Sequences, at: Range, selection: Selection, scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, entries: torch.Tensor, items: Items, sequences: Sequences, at: Range,
+    selection: Selection, scale: float,
 ) -> Pair:  # fmt: skip
     """Return parts of the queries of ``at`` and their log-sum-exps."""
     H, G = q.shape[1], k.shape[1]
     parts = q.new_empty(at.tokens * H * selection.parts, v.shape[-1])
     lse = q.new_empty(at.tokens * H * selection.parts, dtype=torch.float32)
-    in_gluon = ring_of_rows(q, k, v, sequences, selection)
-    if in_gluon is not None:
-        launch(
-            selection_forward_tma.selected_forward_tma, (len(items.items), selection.sub_blocks), q,
-            gluon_descriptor(q.view(-1, q.shape[-1]), H // G, COPIED), k, v, entries, items.items,
-            items.items if unions is None else unions.choice, parts, lse, q if at.table is None else at.table, sequences.longest,
-            H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G, DK=q.shape[-1], DV=v.shape[-1],
-            STAGES=even_stages(in_gluon),
-            UNITED=unions is not None, PACKED=at.table is not None, num_warps=4,
-        )  # fmt: skip
-        return parts, lse
     t = tile("selected", q, v.shape[-1], sequences.longest)
     launch(
         selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
-        items.items if unions is None else unions.choice, parts, lse,
+        parts, lse,
         q if at.table is None else at.table, sequences.longest, H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G,
-        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, AHEAD=_has_wgmma(q), UNITED=unions is not None,
+        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, AHEAD=_has_wgmma(q),
         WIDE=_is_wide(q, v, sequences, at, selection),
         PACKED=at.table is not None, **head_dims(q.shape[-1], v.shape[-1], q.dtype), num_warps=t.warps,
     )  # fmt: skip
@@ -291,21 +177,20 @@ def selected_forward(
 
 
 def merge_parts(
-    parts: Pair, picks: torch.Tensor, unions: Unions | None, out: torch.Tensor, lse: torch.Tensor, groups: int,
-    sequences: Sequences, at: Range, selection: Selection, gated: Gated | None,
+    parts: Pair, picks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, groups: int, at: Range, selection: Selection,
+    gated: Gated | None,
 ) -> None:  # fmt: skip
-    """Write what `attend` does for those sequences and groups whose unions do not serve."""
+    """Write what `attend` does, from the parts."""
     H, d_v = out.shape[1:]
     h, part = H // groups, widths(d_v)
     heads = triton.next_power_of_2(h)
     o_cmp, o_win, gates, total = (out, out, out, out) if gated is None else gated
     launch(
         selection_forward.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total,
-        picks, out if sequences.owners is None else sequences.owners,
-        out if unions is None else unions.choice, sequences.longest, H, groups, at.first, at.before,
+        picks, H, groups, at.first,
         n_sel=selection.n_sel, SUB=selection.sub_blocks, h=h, DV=d_v, E0=part.d0, E1=part.d1, HP=heads,
         NS=triton.next_power_of_2(selection.n_sel), NP=triton.next_power_of_2(selection.parts),
-        GATED=gated is not None, UNITED=unions is not None, PACKED=sequences.is_packed,
+        GATED=gated is not None,
         num_warps=max(2, min(8, heads * part.whole // 512)),
     )  # fmt: skip
 

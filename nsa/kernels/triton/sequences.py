@@ -34,7 +34,6 @@ class Range:
     chunks: int
     all_chunks: int
     rooms: int
-    before: int = 0  # sequences, of a pack, before the first at work
     table: torch.Tensor | None = None
 
     @property
@@ -54,7 +53,6 @@ class Sequences:
     ranges: tuple[Range, ...]
     table: torch.Tensor | None = None  # of a pack, for what needs no ranges
     positions: torch.Tensor | None = None  # of a pack: int32 [tokens], a token's place in its sequence
-    owners: torch.Tensor | None = None  # of a pack: int32 [tokens], a token's sequence
 
     @property
     def is_packed(self) -> bool:
@@ -125,18 +123,18 @@ def _pack(
     rows = [[a, n, key_starts[i], keys[i], 0, n, 0, 0] for i, (a, n) in enumerate(spans)]
     at, found = len(rows), []
     for first, end in runs:
-        chunks, rooms, before = [0], 0, sum(a + n <= first for a, n in spans)
+        chunks, rooms = [0], 0
         for i, (a, n) in enumerate(spans):
             lo, hi = max(0, first - a), min(n, end - a)
             if lo < hi:
                 rows.append([a, n, key_starts[i], keys[i], lo, hi, chunks[-1], rooms])
                 rooms += blocks.num_selection(n, l_sel) + 1
                 chunks.append(chunks[-1] + -(-(hi - lo) // chunk))
-        found.append((first, end, at, len(rows), chunks[-1], rooms, before))
+        found.append((first, end, at, len(rows), chunks[-1], rooms))
         at = len(rows)
     table = _on_device(rows, device)
     ranges = []
-    for first, end, a, b, all_chunks, rooms, before in found:
+    for first, end, a, b, all_chunks, rooms in found:
         most = max(row[5] - row[4] for row in rows[a:b])
         ranges.append(
             Range(
@@ -148,7 +146,6 @@ def _pack(
                 chunks=-(-most // chunk),
                 all_chunks=all_chunks,
                 rooms=rooms,
-                before=before,
                 table=table[a:b],
             )
         )
@@ -157,7 +154,7 @@ def _pack(
     positions = torch.arange(tokens, dtype=torch.int32, device=device) - table[:, 0].index_select(0, owners)
     return Sequences(
         count=len(spans), longest=longest, most_keys=max(keys), tokens=tokens, chunk=chunk, ranges=tuple(ranges),
-        table=table[: len(spans)], positions=positions, owners=owners,
+        table=table[: len(spans)], positions=positions,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ import triton
 MEASURED = Path(__file__).with_name("tiles.json")
 LONG = 32768  # tokens, from which on tiles measured for "short" sequences are not taken
 KERNELS = (
-    "compressed", "importance", "sliding", "selected", "union", "compressed_dq", "compressed_dkv", "sliding_dq", "sliding_dkv",
+    "compressed", "importance", "sliding", "selected", "compressed_dq", "compressed_dkv", "sliding_dq", "sliding_dkv",
     "selected_backward",
 )  # fmt: skip
 
@@ -33,13 +33,6 @@ class Tile(NamedTuple):
     loops: int = 1
     tma: bool = False
     registers: int = 0
-
-
-class Ring(NamedTuple):
-    """Keys of a tile, and tiles under way, of a kernel in Gluon."""
-
-    bn: int
-    stages: int
 
 
 class Widths(NamedTuple):
@@ -72,17 +65,6 @@ def widths(d: int) -> Widths:
 def tile(kernel: str, q: torch.Tensor, d_v: int, longest: int) -> Tile:
     """Return the tile of a kernel for queries like ``q`` [T, H, Dk], in sequences of ``longest`` tokens at most."""
     return _tile(kernel, q.shape[-1], d_v, q.element_size(), longest < LONG, capability(q.device))
-
-
-def ring(kernel: str, q: torch.Tensor, d_v: int, longest: int) -> Ring | None:
-    """Return the ring with which a kernel in Gluon serves queries like ``q``; None where the plain kernel does."""
-    return _ring(name_of(kernel, q.shape[-1], d_v, q.element_size()), longest < LONG, capability(q.device))
-
-
-@functools.cache
-def _ring(name: str, is_short: bool, on: str) -> Ring | None:
-    sizes = measured_rings(on)
-    return (sizes.get(f"{name} short") if is_short else None) or sizes.get(name)
 
 
 @functools.cache
@@ -119,27 +101,11 @@ def _capability(index: int) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
 
 
-def cache_of(device: torch.device) -> int:
-    """Return the bytes of a GPU's L2 cache; an H100's for what is not a GPU."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 << 20
-
-
 @functools.cache
 def measured(on: str) -> dict[str, Tile]:
     """Return what tiles.json has for a GPU, by `name_of`, with ' short' behind it for what was measured on shorter sequences."""
-    return {name: Tile(*sizes) for name, sizes in _read(on).items()}
-
-
-@functools.cache
-def measured_rings(on: str) -> dict[str, Ring]:
-    """Return, by the same names, where kernels in Gluon were faster, and with which ring."""
-    return {name: Ring(*sizes) for name, sizes in _read(f"{on} gluon").items()}
-
-
-def _read(part: str) -> dict[str, list[Any]]:
     table = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
-    found: dict[str, list[Any]] = table.get(part, {})
-    return found
+    return {name: Tile(*sizes) for name, sizes in table.get(on, {}).items()}
 
 
 def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
@@ -154,8 +120,6 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
         found = Tile(128, 64, 4, 3) if is_narrow else Tile(64 if is_widest else 128, 32 if is_wide else 64, 8, 2)
     elif kernel == "importance":
         found = Tile(128, 64, 4, 3) if is_narrow else Tile(64, 64, 4, 2)
-    elif kernel == "union":
-        found = Tile(128, 64, 4, 3) if is_narrow else Tile(64 if is_widest else 128, 64, 8, 2)
     elif kernel == "selected":
         found = Tile(64, 64, 4, 3 if is_narrow else 2)
     elif kernel in ("compressed_dq", "sliding_dq"):
@@ -172,7 +136,7 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
 
 def _exact(kernel: str, widest: int) -> Tile:
     """Choose for float32: its products are not Tensor Cores'."""
-    if widest > 128 or kernel.startswith("selected") or kernel == "union":
+    if widest > 128 or kernel.startswith("selected"):
         return Tile(16, 16, 4, 1)
     return Tile(32, 32, 8 if kernel.endswith("dkv") else 4, 1)
 

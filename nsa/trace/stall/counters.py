@@ -20,7 +20,6 @@ from nsa.trace.events import SCHEMA
 from nsa.trace.files import wall_clock, write_atomically
 from nsa.trace.frames import describe, is_user_file, program_frames
 from nsa.trace.stall.held_up import error_of
-from nsa.trace.stall.looked_for import files_looked_for
 
 FILE = "counters.json"
 REQUEST = "counters.asked"
@@ -73,7 +72,7 @@ def _errors_of(frame: FrameType) -> list[dict[str, str]]:
 
 def write_counters(folder: Path, thread: int) -> None:
     """Write counters.json: the user's frames of a thread, outermost first, with their counters and the exceptions that they keep;
-    those of libraries that have counters; and the files that its innermost loop looks for.
+    and those of libraries that have counters.
     """
     frames: list[dict[str, object]] = []
     for frame, is_user in itertools.islice(program_frames(sys._current_frames().get(thread)), MOST_FRAMES):
@@ -84,9 +83,6 @@ def write_counters(folder: Path, thread: int) -> None:
     found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test is ended all the same
         write_atomically(folder / FILE, dumps(found))
-        files = files_looked_for(sys._current_frames().get(thread))  # afterwards: a file system may not answer
-        if files:
-            write_atomically(folder / FILE, dumps({**found, "files": files}))
 
 
 def counters_at(error: BaseException) -> list[dict[str, object]]:

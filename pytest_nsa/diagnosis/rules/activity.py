@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, parts_of
 from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
-from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
+from pytest_nsa.diagnosis.words import awaited_within, in_symbol, who_holds
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import (
@@ -282,7 +282,7 @@ def _recursion(rank: RankEvidence) -> str:
 
 def _sleeping(rank: RankEvidence) -> Activity | None:
     # What a library's function sleeps in is not in the user's line.
-    return Activity("sleeping", f"sleeps{looked_for(rank)}", 0.8) if _sleeps(rank) or rank.looked_for else None
+    return Activity("sleeping", "sleeps", 0.8) if _sleeps(rank) else None
 
 
 def _io(rank: RankEvidence) -> Activity | None:
@@ -370,7 +370,7 @@ def _polled_lock(rank: RankEvidence) -> Activity | None:
     source = _source(rank)
     if not _library_files(rank) or not takes_a_lock(source) or _SLEEPS.search(source) or not _sleeps(rank):
         return None
-    return None if rank.looked_for else Activity("lock_deadlock", "polls for a lock", 0.8, is_of_unknown_file=True)
+    return Activity("lock_deadlock", "polls for a lock", 0.8, is_of_unknown_file=True)
 
 
 def _sleeps(rank: RankEvidence) -> bool:

@@ -15,7 +15,6 @@ from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.training_states import are_equal, grouped, with_origin
 from pytest_nsa.diagnosis.rules.unreduced import find_unreduced
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
-from pytest_nsa.evidence.snapshots import by_snapshot
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.wire.files import read_lines, with_numbers
 
@@ -240,18 +239,3 @@ def _diverged(records: Mapping[int, dict[str, Any]], index: int, names: list[str
             for r, v in values.items()
         ),
     )
-
-
-def differing(evidence: Evidence) -> Finding | None:
-    """Find a snapshot that ``--snapshot-update`` sets to different values on the ranks that compare with it."""
-    for (_, name), of_ranks in by_snapshot({r.rank: r.snapshots for r in evidence.ranks}).items():
-        if len({snapshot.value for snapshot in of_ranks.values()}) > 1:
-            ranks = tuple(sorted(of_ranks))
-            who = describe_ranks(ranks, evidence.job.world_size)
-            return Finding(
-                cause="assertion", ranks=ranks, where=next(iter(of_ranks.values())).where,
-                reason=f"{who} have different values for the snapshot {name!r}: none is written",
-                advice="compare on one rank, or give each rank a snapshot: snapshot(name=f'rank{group.rank}')",
-                certain=True, confidence=0.95,
-            )  # fmt: skip
-    return None

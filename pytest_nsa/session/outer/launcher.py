@@ -40,7 +40,6 @@ _SHARED = ("passed", "xfailed", "skipped", "pytest_exit")  # of each rank's evid
 _FILES = (
     "events.jsonl",
     "reports.jsonl",
-    "snapshots.jsonl",
     "output.log",
     "traces.log",
     "stacks.txt",

@@ -47,7 +47,7 @@ class XdistHooks:
 
     def _announce(self, paths: list[Path]) -> None:
         """Print what the workers announce, while they run: xdist itself calls no hook until a test has ended."""
-        shown = dict.fromkeys(paths, 0)  # of each: a worker may have moved to the second
+        shown = dict.fromkeys(paths, 0)  # of each: the second if the first cannot be written to
         is_done = False
         while not is_done:
             is_done = self._done.wait(ANNOUNCE_S)  # after the last wait, the remaining announcements are printed too
@@ -77,7 +77,5 @@ class XdistHooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Make the run's folder here too if a worker has made it, so that reports are written."""
-        folder = node.config.stash[runner_key].folder
-        if folder.name and any(path.is_dir() for path in folder.places("")):
-            _ = folder.path  # makes it
+        """Use the run's folder here too if a worker has made it, so that reports are written."""
+        node.config.stash[runner_key].folder.find()

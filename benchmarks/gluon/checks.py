@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 
+import launches
 import pytest
 import torch
+from launches import Ring
 
 from nsa.kernels import blocks, reference
-from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences
-from nsa.kernels.triton.tiles import Ring
+from nsa.kernels.triton import branches, selection_schedule, sequences
 
 
 def attended(
@@ -47,10 +48,7 @@ def assert_attends(
     tokens, keys = sum(lengths), of_keys[-1].stop
     q, k, v = torch.randn(tokens, H, d_k).half(), torch.randn(keys, G, d_k).half(), torch.randn(keys, G, d_v).half()
     out, lse = torch.full((tokens, H, d_v), math.nan).half(), torch.full((tokens, H), math.nan)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(branches, "ring", lambda *_: Ring(bn, stages))
-        monkeypatch.setattr(branches.strided, "strided_forward", None)  # what serves is Gluon's
-        branches.strided_forward(q, k, v, rows, places, 0.2, out, lse)
+    launches.strided_forward(q, k, v, rows, places, 0.2, out, lse, Ring(bn, stages))
     for mine, seen in zip(of_tokens, of_keys, strict=True):
         wanted, sums = attended(q[mine], k[seen], v[seen], places, 0.2)
         # A probability is rounded to 11 bits, and so is the output; sums are exact to float32's 24 bits.
@@ -101,13 +99,10 @@ def assert_gives_gradients(
         for mine, seen in zip(of_tokens, of_keys, strict=True)
     ]
     of_rows = branches.Rows(torch.cat([part[0].lse for part in parts]), torch.cat([part[0].delta for part in parts]))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(branches, "ring", lambda *_: Ring(bn, stages))
-        monkeypatch.setattr(branches.strided_backward, f"strided_{of}", None)  # what serves is Gluon's
-        if of == "dq":
-            branches.strided_dq(grad, q, k, v, of_rows, found[0], rows, places, scale, add=add)
-        else:
-            found[1:] = branches.strided_dkv(grad, q, k, v, of_rows, rows, places, scale)
+    if of == "dq":
+        launches.strided_dq(grad, q, k, v, of_rows, found[0], rows, places, scale, Ring(bn, stages), add=add)
+    else:
+        found[1:] = launches.strided_dkv(grad, q, k, v, of_rows, rows, places, scale, Ring(bn, stages))
     for i in [0] if of == "dq" else [1, 2]:
         wanted, spread = (torch.cat([part[j][i] for part in parts]) for j in (1, 2))
         wanted = wanted + before if i == 0 else wanted
@@ -138,12 +133,9 @@ def assert_finds_blocks(
         wanted.append(reference.compressed(*exact, l=l, d=d, l_sel=l_sel, scale=0.2)[1][0])
     selection = selection_schedule.Selection(l_sel, 4, blocks.num_selection(max(lengths), l_sel))
     found = torch.zeros(ends[-1], G, selection.n_blocks)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(block_schedule, "ring", lambda *_: Ring(64, stages))
-        monkeypatch.setattr(block_schedule.importance, "block_importance", None)  # what serves is Gluon's
-        for at in rows.ranges:
-            part = found[at.first : at.end]
-            block_schedule.block_importance(q, k, d_k, sums, rows, at, places, selection, l, 0.2, part)
+    for at in rows.ranges:
+        part = found[at.first : at.end]
+        launches.block_importance(q, k, sums, rows, at, places, selection, l, 0.2, part, Ring(64, stages))
     for i, expected in enumerate(wanted):
         part = found[ends[i] : ends[i + 1]]
         torch.testing.assert_close(part[..., : expected.shape[-1]].double(), expected, rtol=2**-9, atol=1e-4 * H / G)
@@ -207,14 +199,11 @@ def assert_attends_to_picks(
     for at in rows.ranges:
         entries, items = listed(picks, rows, at, l_sel, selection.n_blocks, 64)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(selection_schedule, "ring", lambda *_: Ring(64, stages))
-            # What serves is Gluon's.
-            monkeypatch.setattr(selection_schedule.selection_forward, "selected_forward", None)
             monkeypatch.setattr(
                 q, "new_empty", lambda *size, dtype=q.dtype: torch.full(size, -math.inf, dtype=dtype), raising=False
             )
             made = selection_schedule.Items(items, items)
-            out, lse = selection_schedule.selected_forward(q, k, v, entries, made, None, rows, at, selection, scale)
+            out, lse = launches.selected_forward(q, k, v, entries, made, rows, at, selection, scale, Ring(64, stages))
         shape = at.tokens, G, selection.parts, H // G
         out, lse = out.view(*shape, d_v).double(), lse.view(shape).double() * math.log(2)
         sums = lse.logsumexp(2)

@@ -8,16 +8,7 @@ Flat layouts (`rows`), bfloat16 or float16, head dims that nothing pads; keys an
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-from nsa.kernels.triton.strided_overlapped import (
+from strided_overlapped import (
     CONSUMERS,
     ROWS,
     empty_ring,
@@ -30,6 +21,14 @@ from nsa.kernels.triton.strided_overlapped import (
     start_scores,
     tiles_of,
     two_parts,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 

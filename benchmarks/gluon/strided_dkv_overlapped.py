@@ -10,6 +10,9 @@ Flat layouts (`rows`), bfloat16 or float16, head dims that are multiples of WIDT
 
 from __future__ import annotations
 
+from selection_forward_tma import WIDTH
+from strided_dq_overlapped import store_columns
+from strided_overlapped import CONSUMERS, ROWS, barriers, load_columns, load_tile, place_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,10 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from nsa.kernels.triton.selection_forward_tma import WIDTH
-from nsa.kernels.triton.strided_dq_overlapped import store_columns
-from nsa.kernels.triton.strided_overlapped import CONSUMERS, ROWS, barriers, load_columns, load_tile, place_of
 
 KEYS = gl.constexpr(ROWS.value * CONSUMERS.value)  # of a program
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,26 +14,16 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from nsa.kernels.triton import (
-    block_schedule,
-    branches,
-    importance_overlapped,
-    selection_forward_tma,
-    selection_schedule,
-    sequences,
-    strided_dkv_overlapped,
-    strided_dq_overlapped,
-    strided_overlapped,
-)
-from nsa.kernels.triton.tiles import Ring
-from tests_cpu.kernels import gluon_simulated as simulated
-from tests_cpu.kernels.gluon_checks import (
-    assert_attends,
-    assert_attends_to_picks,
-    assert_finds_blocks,
-    assert_gives_gradients,
-    listed,
-)
+import importance_overlapped
+import launches
+import selection_forward_tma
+import simulated
+import strided_dkv_overlapped
+import strided_dq_overlapped
+import strided_overlapped
+from checks import assert_attends, assert_attends_to_picks, assert_finds_blocks, assert_gives_gradients
+
+from nsa.kernels.triton import branches
 
 SYNCHRONIZES = re.compile(r"\s+(mbarrier\.(wait|arrive|expect)\(|fence_async_shared\(\))")
 
@@ -45,15 +34,10 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found = [int(torch.randint(1 << 30, ()))]
 
     def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
-        if kernel is branches.strided_backward.sum_segments:  # plain Triton
-            for parts, total in zip(arguments[:2], arguments[2:4], strict=True):
-                total.copy_(parts.sum(0))
-            return
         del settings["num_warps"]
         simulated.run(kernel, grid, *arguments, seed=found[0], **settings)
 
-    for module in (branches, block_schedule, selection_schedule):
-        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(launches, "launch", launch)
     yield found
     print(f"seed {found[0]}")
 
@@ -169,34 +153,6 @@ def test_a_nan_in_the_next_sequence_changes_nothing(seeds: list[int], lengths: l
     assert_attends_to_picks(lengths, 16, 1, 64, 64, 64, 2, nan=True)
 
 
-def test_groups_that_unions_serve_have_no_parts(seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = torch.randn(64, 32, 64).half(), torch.randn(64, 2, 64).half(), torch.randn(64, 2, 64).half()
-    rows = sequences.batch(1, 64, 32, 16, 64, 1, torch.device("cpu"))
-    selection = selection_schedule.Selection.of(64, 64, 1, q, 64)
-    entries, items = listed(torch.zeros(64, 2, 1), rows, rows.ranges[0], 64, 1, 16)
-    none = torch.empty(0)
-    unions = selection_schedule.Unions(2, 1, none, none, torch.tensor([1, 0], dtype=torch.int32))
-    monkeypatch.setattr(selection_schedule, "ring", lambda *_: Ring(64, 2))
-    monkeypatch.setattr(
-        q, "new_empty", lambda *size, dtype=q.dtype: torch.full(size, math.nan, dtype=dtype), raising=False
-    )
-    made = selection_schedule.Items(items, items)
-    out, lse = selection_schedule.selected_forward(q, k, v, entries, made, unions, rows, rows.ranges[0], selection, 0.2)
-    for found in (out.view(64, 2, -1), lse.view(64, 2, -1)):
-        assert found[:, 0].isnan().all()
-        assert not found[:, 1].isnan().any()
-
-
-def test_the_plain_kernel_serves_what_one_in_gluon_does_not() -> None:
-    q, k, v = (torch.zeros(64, n, 32).half() for n in (4, 2, 2))
-    assert branches.can_use_gluon(2, q, k, v)
-    assert not branches.can_use_gluon(2, q, k[:0], v[:0])  # nothing to describe
-    assert not branches.can_use_gluon(256, q, k, v)  # more heads than rows
-    assert not branches.can_use_gluon(2, q.float(), k.float(), v.float())
-    assert not branches.can_use_gluon(2, q[..., :20], k[..., :20], v)  # 20 columns would be padded
-    assert not branches.can_use_gluon(2, q, k, torch.zeros(64, 2, 48).half())  # values in two parts
-
-
 def without(module: ModuleType, line: int, folder: Path) -> ModuleType:
     """Return a module of kernels without a line of it."""
     lines = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()
@@ -211,18 +167,21 @@ def without(module: ModuleType, line: int, folder: Path) -> ModuleType:
     return changed
 
 
-@pytest.mark.parametrize(
-    "module", [importance_overlapped, selection_forward_tma], ids=lambda x: x.__name__.rpartition(".")[-1]
-)
+def replace_kernel(monkeypatch: pytest.MonkeyPatch, module: ModuleType, changed: ModuleType) -> None:
+    """Let `launches` use the kernel of a changed module."""
+    name = "selected_forward_tma" if module is selection_forward_tma else module.__name__
+    monkeypatch.setattr(launches, name, getattr(changed, name))
+
+
+@pytest.mark.parametrize("module", [importance_overlapped, selection_forward_tma], ids=lambda x: x.__name__)
 def test_a_stage_that_two_consumers_share_is_a_fault(
     seeds: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: ModuleType
 ) -> None:
     """A consumer that skips a stage's phase takes the one before it for its own: why stages are even."""
     lines = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()
     (line,) = (i for i, text in enumerate(lines) if "static_assert(STAGES" in text)
-    for user in (block_schedule, selection_schedule):
-        monkeypatch.setattr(user, module.__name__.rpartition(".")[-1], without(module, line, tmp_path), raising=False)
-        monkeypatch.setattr(user, "even_stages", lambda ring: 3)
+    replace_kernel(monkeypatch, module, without(module, line, tmp_path))
+    monkeypatch.setattr(launches, "even_stages", lambda ring: 3)
     works = finds_blocks if module is importance_overlapped else attends_to_picks
     assert_fails_in_some_order(seeds, works)
 
@@ -276,7 +235,7 @@ def attends_to_picks() -> None:
         )
         for line in synchronizations(module)
     ],
-    ids=lambda x: getattr(x, "__name__", str(x)).rpartition(".")[-1],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_every_synchronization_is_needed(
     seeds: list[int],
@@ -287,6 +246,5 @@ def test_every_synchronization_is_needed(
     works: Callable[[], None],
 ) -> None:
     """A kernel without it reads early, overwrites or waits for ever, in one of some orders."""
-    for user in (branches, block_schedule, selection_schedule):
-        monkeypatch.setattr(user, module.__name__.rpartition(".")[-1], without(module, line, tmp_path), raising=False)
+    replace_kernel(monkeypatch, module, without(module, line, tmp_path))
     assert_fails_in_some_order(seeds, works)

@@ -10,16 +10,7 @@ Flat layouts (`rows`), bfloat16 or float16, a head dim that nothing pads; keys a
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-from nsa.kernels.triton.strided_overlapped import (
+from strided_overlapped import (
     CONSUMERS,
     FIELDS,
     LOG2E,
@@ -29,6 +20,14 @@ from nsa.kernels.triton.strided_overlapped import (
     load_tile,
     rows_at,
     visible_keys,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 KEYS = gl.constexpr(64)  # of a tile

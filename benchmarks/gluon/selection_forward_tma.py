@@ -9,6 +9,7 @@ Flat layouts (`rows`), bfloat16 or float16, head dims that are multiples of WIDT
 
 from __future__ import annotations
 
+from strided_overlapped import CONSUMERS, FIELDS, ROWS, barriers, load_tile
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,8 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from nsa.kernels.triton.strided_overlapped import CONSUMERS, FIELDS, ROWS, barriers, load_tile
 
 KEYS = gl.constexpr(64)  # of a sub-block
 # Columns of a copy: 128 bytes, so that queries lie one behind the other as a product reads them.
@@ -102,22 +101,17 @@ def place_of(entry, before, G, g, sub, n_sel: gl.constexpr, SUB: gl.constexpr):
 
 @gluon.jit
 def selected_forward_tma(
-    QD, K, V, LISTS, ITEMS, CHOICE, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
+    QD, K, V, LISTS, ITEMS, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
     n_sel: gl.constexpr, L_SEL: gl.constexpr, SUB: gl.constexpr, h: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, UNITED: gl.constexpr, PACKED: gl.constexpr,
+    STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Attend with an item's queries to a sub-block. Grid (items, SUB).
-
-    If UNITED, groups that CHOICE marks are left to `union_forward`.
-    """
+    """Attend with an item's queries to a sub-block. Grid (items, SUB)."""
     gl.static_assert(STAGES % CONSUMERS == 0)  # a stage has one consumer, which knows its phases by their parity alone
     PARTS: gl.constexpr = DK // WIDTH
     dtype: gl.constexpr = QD.dtype
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     item = ITEMS + gl.program_id(0).to(gl.int64) * 4
     group = gl.load(item)
-    if UNITED:
-        group = gl.where(gl.load(CHOICE + gl.maximum(group, 0)) == 0, group, -1)
     if group < 0:
         return
     j, begin, count = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3) - gl.load(item + 2)
