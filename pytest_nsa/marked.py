@@ -58,10 +58,11 @@ def _imports_us(module: ModuleType, known: dict[str, bool]) -> bool:
     return known[name]
 
 
-def _origin_of(value: object) -> str:
-    if isinstance(value, ModuleType):
-        return value.__name__
-    return str(value.__module__ if isinstance(value, type | FunctionType) else type(value).__module__)
+def _origin_of(value: Any) -> str:
+    # By its type alone: a module may hold proxies, which raise when their class is looked up.
+    if issubclass(type(value), ModuleType):
+        return str(value.__name__)
+    return str(value.__module__ if issubclass(type(value), type | FunctionType) else type(value).__module__)
 
 
 def _is_from_us(name: str) -> bool:

@@ -170,3 +170,12 @@ def test_a_suite_that_watches_its_process_sees_no_change_by_report(tmp_path: Pat
     (tmp_path / "test_it.py").write_text(POLICE)
     arguments = ("-o", "ranks_descendants=report")
     assert session(tmp_path, *arguments) == session(tmp_path, "-p", "no:nsa", "-p", "no:warnings")
+
+
+def test_a_module_with_a_proxy_that_is_not_bound(tmp_path: Path) -> None:
+    """As flask's `request` outside of a request: it raises for its class and for each attribute."""
+    (tmp_path / "test_it.py").write_text(
+        "class Proxy:\n    def __getattribute__(self, name): raise RuntimeError('working outside of a request')\n"
+        "request = Proxy()\nimport pytest\n@pytest.mark.world_size(2)\ndef test_it(): pass\n"
+    )
+    assert_no_effect(tmp_path, "-p", "no:warnings")
