@@ -146,8 +146,11 @@ def _failures(rank: RankEvidence, verdict: Verdict, mark: Mark | None) -> Iterab
 
 
 def _with_a_cause(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Return failures; where all of them follow, from nothing that is known, none does."""
-    follow = all(f.follows for f in failures)
+    """Return failures; where nothing is known from which the others could follow, none does.
+
+    A rank that calls `pytest.xfail` has not failed: ranks that wait for it then hang.
+    """
+    follow = all(f.follows or f.rank.xfailed is not None for f in failures)
     return tuple(replace(f, follows=False) if follow else f for f in failures)
 
 

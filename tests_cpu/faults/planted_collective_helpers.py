@@ -488,7 +488,7 @@ def test_a_loop_awaits_a_collective_of_its_executor(group):
     """No line of the user's is in the thread that makes the call."""
 
     async def reduce(total):
-        await asyncio.get_running_loop().run_in_executor(None, dist.all_reduce, total)
+        await asyncio.get_running_loop().run_in_executor(None, dist.all_reduce, total)  # HERE
 
     for step in range(5):
         if (group.rank, step) != (1, 4):

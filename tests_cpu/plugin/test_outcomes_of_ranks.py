@@ -215,6 +215,12 @@ def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: 
             threading.Event().wait() if waits == "for nobody" else dist.barrier()
 
         @world_size(2)
+        def test_leaves_alone(group):
+            if group.rank == 0:
+                pytest.xfail("not on rank 0")
+            dist.barrier()
+
+        @world_size(2)
         @fails_as("assertion")
         @pytest.mark.parametrize("other", ["passes", "dies", "fails in teardown"])
         def test_cause(group, other, request):
@@ -227,11 +233,11 @@ def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: 
     )
     expected = {name: v.expected for name, v in result.verdicts.items()}
     assert expected == {
-        "test_it[for nobody]": False, "test_it[for the rank that raised]": True,
+        "test_it[for nobody]": False, "test_it[for the rank that raised]": True, "test_leaves_alone": False,
         "test_cause[passes]": True, "test_cause[dies]": False, "test_cause[fails in teardown]": False,
     }  # fmt: skip
     # Two reports of the last: its body and its teardown.
-    assert (result.outcomes["xfailed"], result.outcomes["failed"], result.outcomes["errors"]) == (2, 3, 1)
+    assert (result.outcomes["xfailed"], result.outcomes["failed"], result.outcomes["errors"]) == (2, 4, 1)
 
 
 def test_pytest_exit_on_one_rank_hides_no_failure_of_another(pytester: pytest.Pytester) -> None:
