@@ -56,8 +56,8 @@ def _begin_or_refuse(config: pytest.Config, *, is_late: bool = True) -> None:
         config.stash[refused_key] = str(error)
 
 
-def _is_outer_launch(config: pytest.Config) -> bool:
-    """Return whether variables of torchrun or SLURM may make this process a rank, in a repository that asks for ranks."""
+def _is_outer_launch() -> bool:
+    """Return whether variables of torchrun or SLURM may make this process a rank."""
     return bool(os.environ.get("MASTER_ADDR")) and any(map(os.environ.get, ("RANK", "SLURM_PROCID")))
 
 
@@ -87,14 +87,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for rule in marks.RULES.values():
         config.addinivalue_line("markers", rule.describe())
-    is_asked = marked.has_asked(config)
     follows_children = config.getoption("--ranks-descendants") or config.getini("ranks_descendants") != "off"
-    if any(map(os.environ.get, _OF_CHILDREN)) or follows_children or (_is_outer_launch(config) and is_asked):
+    if any(map(os.environ.get, _OF_CHILDREN)) or follows_children or (_is_outer_launch() and marked.has_asked(config)):
         _begin(config)
     elif getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
-        _begin_or_refuse(
-            config, is_late=False
-        )  # the controller of xdist collects nothing, and its workers need what it offers
+        # The controller of xdist collects nothing, and its workers need what it offers.
+        _begin_or_refuse(config, is_late=False)
 
 
 @pytest.hookimpl(trylast=True)
@@ -171,7 +169,7 @@ def _asks(item: pytest.Item) -> bool:
     if marked.is_ranked(item) or any(marked.takes(item, name) for name in _FIXTURES):
         return True
     is_one_of_ours = any(marked.is_ours(mark) for mark in item.iter_markers())
-    return is_one_of_ours or (_is_outer_launch(item.config) and marked.has_asked(item))
+    return is_one_of_ours or (_is_outer_launch() and marked.has_asked(item))
 
 
 @pytest.hookimpl(tryfirst=True)
