@@ -5,7 +5,6 @@ It is called from these hooks, and registers none of its functions, so that the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import pytest
 
 from pytest_nsa import hookspecs, marked, marks, options
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, is_active, rank_tmp_path, trace
+from pytest_nsa.settings import is_child_process, is_launched
 
 if TYPE_CHECKING:
     from pytest_nsa.diagnosis.decision import Decision
@@ -27,8 +27,6 @@ __all__ = [
 part_key = pytest.StashKey[Any]()  # the module `session.ranked_session`, once it is needed
 refused_key = pytest.StashKey[str]()  # why this session can have no ranks: what is wrong in its settings
 
-# Variables of a child pytest of ours, as `settings` reads them.
-_OF_CHILDREN = ("PYTEST_NSA_ZYGOTE_FD", "PYTEST_NSA_COLD_JOB")
 _FIXTURES = ("launch", "artifacts", "trace", "branch", "gc_range", "rank_tmp_path")
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
 
@@ -56,11 +54,6 @@ def _begin_or_refuse(config: pytest.Config, *, is_late: bool = True) -> None:
         config.stash[refused_key] = str(error)
 
 
-def _is_outer_launch() -> bool:
-    """Return whether variables of torchrun or SLURM may make this process a rank."""
-    return bool(os.environ.get("MASTER_ADDR")) and any(map(os.environ.get, ("RANK", "SLURM_PROCID")))
-
-
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
@@ -78,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    if any(map(os.environ.get, _OF_CHILDREN)):
+    if is_child_process():
         from pytest_nsa.rank.host_plugins import WithoutReports
 
         config.pluginmanager.register(WithoutReports(config), "nsa-without-reports")
@@ -88,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for rule in marks.RULES.values():
         config.addinivalue_line("markers", rule.describe())
     follows_children = config.getoption("--ranks-descendants") or config.getini("ranks_descendants") != "off"
-    if any(map(os.environ.get, _OF_CHILDREN)) or follows_children or (_is_outer_launch() and marked.has_asked(config)):
+    if is_child_process() or follows_children or (is_launched() and marked.has_asked(config)):
         _begin(config)
     elif getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
         # The controller of xdist collects nothing, and its workers need what it offers.
@@ -169,7 +162,7 @@ def _asks(item: pytest.Item) -> bool:
     if marked.is_ranked(item) or any(marked.takes(item, name) for name in _FIXTURES):
         return True
     is_one_of_ours = any(marked.is_ours(mark) for mark in item.iter_markers())
-    return is_one_of_ours or (_is_outer_launch() and marked.has_asked(item))
+    return is_one_of_ours or (is_launched() and marked.has_asked(item))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -136,20 +136,28 @@ def _descendants(config: pytest.Config) -> str:
     return config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS)
 
 
+def _numbers_of_launch() -> list[str | None]:
+    """Return the rank and the number of ranks by torchrun's variables or SLURM's; None for one that is not set."""
+    names = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]
+    return [next((os.environ[name] for name in pair if os.environ.get(name)), None) for pair in names]
+
+
+def is_launched() -> bool:
+    """Return whether variables of torchrun or SLURM may make this process a rank."""
+    return bool(os.environ.get("MASTER_ADDR")) and None not in _numbers_of_launch()
+
+
 def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
     """Return the outer launcher by torchrun's variables, or by MASTER_ADDR and those of SLURM. None without them, with one
     rank that torchrun has not started, and with ``--ranks-launch``.
 
     Raises UsageError where a variable is wrong, or xdist is on.
     """
-    env = os.environ
-    names = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]
-    numbers = [next((env[name] for name in pair if env.get(name)), None) for pair in names]
+    env, numbers = os.environ, _numbers_of_launch()
     if (
         is_child_process()
         or hasattr(config, "workerinput")
-        or None in numbers
-        or not env.get("MASTER_ADDR")
+        or not is_launched()
         or config.getoption("--ranks-launch") != "auto"
     ):
         return None
