@@ -191,10 +191,8 @@ class Checksums:
         kept = compared(module, ignored, with_frozen=kind != "by_hand")
         of_gradients = [p.grad for _, p in kept if p.requires_grad]
         tensors = of_gradients if kind == "gradient" else [p.detach() for _, p in kept]
-        names, ranks = (
-            [name for name, _ in kept],
-            [dist.get_rank()] if kind == "alone" else dist.get_process_group_ranks(group),
-        )
+        names = [name for name, _ in kept]
+        ranks = [dist.get_rank()] if kind == "alone" else dist.get_process_group_ranks(group)
         site = self._called_at.get(root, "") if kind == "unwrapped" else ""
         return Seen(step, site or call_site(), self._number_of(root), names, tensors, ranks)
 

@@ -133,8 +133,10 @@ class Contrast:
         """Whether the rank is ahead of a loop that the other is in, in the function in which they diverge or one called
         there.
         """
-        if self.order is not Order.AFTER or self.compared.left or not self.compared.parted:
-            return self.order is Order.AFTER and self.compared.left
+        if self.order is not Order.AFTER:
+            return False
+        if self.compared.left or not self.compared.parted:
+            return self.compared.left
         return is_in_loop_below(self.evidence.sources, self.turned.position, self.compared.parted[1])
 
     @cached_property

@@ -119,14 +119,10 @@ class StartedRanks:
             return False
         if not self.processes.has_any:
             self.processes.has_any = True
-            self._follow_first_child()
+            self._follow()
         if not self._hooks_forks and "torch.distributed" in sys.modules:
             self._hook_forks()
         return True
-
-    @_harmless
-    def _follow_first_child(self) -> None:
-        self._follow()
 
     @_harmless
     def _hook_forks(self) -> None:
@@ -138,6 +134,7 @@ class StartedRanks:
     def _has_started(self, pid: int) -> None:
         self.processes.add(pid)
 
+    @_harmless
     def _follow(self) -> None:
         item, owner = self.processes.item, self.processes.owner
         self.announcer.follow(owner if item is not None and owner == item.nodeid else "", self.processes.of_fixtures())

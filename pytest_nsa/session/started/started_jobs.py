@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.exits import first_exceptions
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
@@ -110,11 +110,12 @@ def unnoticed(base: Path, began: float) -> str:
         evidence = load(folder)
         if evidence.job.created < began:
             continue
-        found = sorted(((e.time, r.rank, e) for r in evidence.ranks for e in r.exceptions), key=lambda row: row[0])
-        own = [row for row in found if not is_victim(row[2])] or found
-        if own:
-            _, rank, error = own[0]
-            return f"rank {rank} of {evidence.job.world_size} raised {error.type}: {error.headline} at {error.where}"
+        # Where all lost a connection, the rank that broke it has raised nothing.
+        found = first_exceptions(evidence) or [(rank, error) for rank in evidence.ranks for error in rank.exceptions]
+        if found:
+            rank, error = found[0]
+            raised = f"{error.type}: {error.headline} at {error.where}"
+            return f"rank {rank.rank} of {evidence.job.world_size} raised {raised}"
     return ""
 
 
