@@ -27,7 +27,7 @@ from nsa.config import (
     unknown_variables,
     value_of,
 )
-from nsa.trace.files import process_in
+from nsa.trace.files import find_writer
 
 if TYPE_CHECKING:
     from nsa.training.parallel import RankInfo
@@ -260,7 +260,7 @@ def wait_for_earlier_ranks(folder: Path, limit_s: float, *, quiet: bool = False)
     After ``limit_s`` seconds the run goes on, and its folder is refused.
     """
     deadline, is_known = time.monotonic() + limit_s, quiet
-    while pids := sorted(filter(None, map(process_in, folder.glob("rank*")))):
+    while pids := sorted(filter(None, map(find_writer, folder.glob("rank*")))):
         if time.monotonic() > deadline:
             return
         if not is_known:

@@ -65,7 +65,7 @@ def write_atomically(path: Path, content: str | bytes, *, follow: bool = False, 
         close(folder)
 
 
-def process_in(folder: Path) -> int:
+def find_writer(folder: Path) -> int:
     """Return the process that writes to a rank's folder: of another job, or one that started this process; 0 without any."""
     try:
         with open(folder / "events.jsonl", encoding="utf-8") as events:

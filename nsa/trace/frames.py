@@ -99,9 +99,7 @@ def call_site(depth: int = 1) -> str:
 
 
 CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are searched for them
-WITHIN = (
-    3  # how many lines of a library between the user's and torch's function are named: the innermost and the outermost
-)
+WITHIN = 3  # lines of a library that are named between the user's and torch's function: the innermost and the outermost
 _LIBRARY_BYTES = 120  # of these lines: they share a field of the board with the callers
 _SCHEDULES = os.path.join("torch", "distributed", "pipelining", "")  # they make the user's calls, as a trainer does
 _RUNNERS = tuple(name + os.sep for name in ("_pytest", "pluggy"))  # they call the program

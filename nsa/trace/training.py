@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from nsa.trace.calls.arguments import in_runs
 from nsa.trace.events import SCHEMA, machine, record
-from nsa.trace.files import open_to_append, process_in, wall_clock, write_atomically
+from nsa.trace.files import find_writer, open_to_append, wall_clock, write_atomically
 from nsa.trace.frames import UNUSUAL_LIBRARIES, call_site
 from nsa.trace.gradients import report_gradients
 from nsa.trace.memory import limit_mib
@@ -144,7 +144,7 @@ current: TracedTraining | None = None  # of this process, or inherited by a fork
 
 def _refuse_folder_in_use(folder: Path) -> None:
     """Raise FileExistsError if a live process uses a rank's folder: a rank of another job, or one that started this process."""
-    pid = process_in(folder)
+    pid = find_writer(folder)
     if pid:
         in_use = (
             f"process {pid} leaves its evidence there; give this job another folder, or remove NSA_TRACE_DIR from it"

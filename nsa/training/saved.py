@@ -129,10 +129,10 @@ def damage(path: Path) -> str:
 
 def seal(fields: dict[str, Any]) -> str:
     """Return a description as the text of its file, with the CRC-32 of its fields. ``fields``: as `json.loads` returns them."""
-    return to_json({**fields, "crc": _crc_of(fields)}, indent=1) + "\n"
+    return to_json({**fields, "crc": _compute_crc(fields)}, indent=1) + "\n"
 
 
-def _crc_of(fields: dict[str, Any]) -> int:
+def _compute_crc(fields: dict[str, Any]) -> int:
     return zlib.crc32(to_json(fields).encode())
 
 
@@ -141,7 +141,7 @@ def describe(path: Path) -> Description:
     try:
         fields = json.loads(read_file(path / DESCRIPTION))
         crc = fields.pop("crc", None)
-        undamaged = type(crc) is int and crc == _crc_of(fields)
+        undamaged = type(crc) is int and crc == _compute_crc(fields)
         if fields.pop("schema") != SCHEMA:
             raise ValueError
         files = {name: (int(size), int(crc)) for name, (size, crc) in fields.pop("files").items()}

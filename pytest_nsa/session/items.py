@@ -133,7 +133,7 @@ class Ranked(pytest.Function):
             if all(f.rank.pytest_exit or f.follows or f.rank.by_us for f in (*found.body, *found.teardown)):
                 end()
             self.stash[exit_key] = end  # after the reports
-        verdict = self._compared_with_marks(verdict, found)
+        verdict = self._compare_with_marks(verdict, found)
         shown = self.config.getoption("usepdb", False)
         if found.teardown:
             self.stash[teardown_key] = (rank_failure(verdict, evidence, shown=shown), found.teardown)
@@ -162,7 +162,7 @@ class Ranked(pytest.Function):
         reason, strict = (mark.reason, mark.strict) if mark is not None else ("", False)
         self.stash[xfailed_key] = Xfail(reason, True, strict, raises)
 
-    def _compared_with_marks(self, verdict: Verdict, found: phases.Phases) -> Verdict:
+    def _compare_with_marks(self, verdict: Verdict, found: phases.Phases) -> Verdict:
         """Return the verdict, with what the marks xfail and fails_as do not expect; xfail here if fails_as expects all of it."""
         foreseen = marked.value(self, "fails_as")
         odd = phases.unexplained(found, verdict) if foreseen is not None else phases.not_expected(found)

@@ -27,10 +27,10 @@ def report_wrap(
         arguments = inspect.signature(init).bind(None, module, *args, **given).arguments
         group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
         ranks = dist.get_process_group_ranks(mesh.get_group(mesh_dim=0) if mesh is not None else group)
-        on_wrap(call_site(), ranks, parameters_of(module))
+        on_wrap(call_site(), ranks, describe_parameters(module))
 
 
-def parameters_of(module: torch.nn.Module) -> list[str]:
+def describe_parameters(module: torch.nn.Module) -> list[str]:
     """Return 'layer.weight float32[8,4]' for each parameter that DDP tracks, ' frozen' behind those that are not trained."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]

@@ -19,7 +19,7 @@ from types import CodeType, FrameType, GeneratorType
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import wall_clock, write_atomically
 from nsa.trace.frames import describe, is_user_file, program_frames
-from nsa.trace.stall.held_up import error_of
+from nsa.trace.stall.held_up import describe_error
 
 FILE = "counters.json"
 REQUEST = "counters.asked"
@@ -64,10 +64,10 @@ def _streams_of(frame: FrameType) -> list[str]:
     return [describe(g.gi_frame) for g in generators if is_user_file(g.gi_code.co_filename)][:MOST_STREAMS]
 
 
-def _errors_of(frame: FrameType) -> list[dict[str, str]]:
+def _list_errors(frame: FrameType) -> list[dict[str, str]]:
     """Return the exceptions in the variables of a frame: they were handled, and the program keeps them."""
     values = [(name, v) for name, v in frame.f_locals.items() if issubclass(type(v), BaseException)][:MOST_ERRORS]
-    return [{"name": name, **error_of(error)} for name, error in values]
+    return [{"name": name, **describe_error(error)} for name, error in values]
 
 
 def write_counters(folder: Path, thread: int) -> None:
@@ -78,7 +78,7 @@ def write_counters(folder: Path, thread: int) -> None:
     for frame, is_user in itertools.islice(program_frames(sys._current_frames().get(thread)), MOST_FRAMES):
         counted = counters_of(frame)
         if is_user or counted:
-            kept = {"streams": _streams_of(frame), "errors": _errors_of(frame)} if is_user else {}
+            kept = {"streams": _streams_of(frame), "errors": _list_errors(frame)} if is_user else {}
             frames.append({"at": describe(frame), "counters": counted, **kept})
     found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test is ended all the same

@@ -30,10 +30,10 @@ def handled_exception(thread: int) -> dict[str, str]:
     traceback: TracebackType | None = error.__traceback__ if error is not None else None
     if error is None or traceback is None:
         return {}
-    return {**error_of(error), "in": describe(traceback.tb_frame)}
+    return {**describe_error(error), "in": describe(traceback.tb_frame)}
 
 
-def error_of(error: BaseException) -> dict[str, str]:
+def describe_error(error: BaseException) -> dict[str, str]:
     """Return type and first argument of an exception, and the user's line that raised it."""
     raised, traceback = "", error.__traceback__
     while traceback is not None:
@@ -65,7 +65,7 @@ def asyncio_tasks(thread: int) -> dict[str, Any]:
     files = len(selector.get_map()) - _OWN_FILES if selector is not None else 0
     return {
         "tasks": [*([place] if place else []), *sorted(tasks)], "timers": timers, "files": max(0, files),
-        "failed": [error_of(error) for error in _kept_by_tasks(loop)][:MOST_TASKS],
+        "failed": [describe_error(error) for error in _kept_by_tasks(loop)][:MOST_TASKS],
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def ready_twice(evidence: Evidence) -> Finding | None:
 
     def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
         match = _TWICE.search(error.message)
-        name = (match[2] or "".join(_names_at(rank, [match[1]]))).removeprefix("module.") if match else ""
+        name = (match[2] or "".join(_find_names(rank, [match[1]]))).removeprefix("module.") if match else ""
         which = f"parameter {match[1]} ({name or 'name unknown'})" if match else "a parameter"
         return (
             f"{which} was marked as ready twice in one backward: its hook fired twice, as under reentrant checkpointing",
@@ -35,7 +35,7 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
 
     def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
         named, match = _NAMED.search(error.message), _WITHOUT_GRADIENT.search(error.message)
-        names = _names_at(rank, match[1].split()) if match else []
+        names = _find_names(rank, match[1].split()) if match else []
         if named:  # in any order
             listed = [p.name for wrap in rank.wrapped for p in wrap.trained] or rank.parameter_names
             places = {name: n for n, name in enumerate(listed)}
@@ -47,7 +47,7 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
     return _stated_by_torch(evidence, "unused_parameters", texts, details)
 
 
-def _names_at(rank: RankEvidence, indices: Sequence[str]) -> list[str]:
+def _find_names(rank: RankEvidence, indices: Sequence[str]) -> list[str]:
     """Return the names of parameters by torch's indices: of the one model that DDP has wrapped, as it was then; [] if one does not
     fit. Later a program may have frozen some.
     """
