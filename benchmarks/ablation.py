@@ -39,7 +39,7 @@ from pytest_nsa.diagnosis import explain, rules  # noqa: E402
 from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.diagnosis.explain import choose  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
-from tests_cpu.faults.test_corpus import faults, planted_module  # noqa: E402
+from tests_cpu.faults.rows import faults  # noqa: E402
 
 Fault = tuple[str, str]  # a file and a test in it
 Answer = tuple[str, tuple[int, ...], str]  # cause, ranks, line
@@ -210,13 +210,13 @@ def crossvalidated(
         with without(*alone), patch.object(choose, "weights", lambda table=tables[tenth]: table):
             for (module, name), evidence in ((f, e) for f, e in recorded.items() if part_of(f) == part):
                 verdict, wants = diagnose(evidence), faults(module)[name]
-                is_named = (verdict.cause, verdict.ranks) == (wants.cause, wants.ranks)
+                is_named = wants.names(verdict.cause, verdict.ranks)
                 right.update(
                     {
                         "cause": verdict.cause == wants.cause,
                         "ranks": verdict.ranks == wants.ranks,
                         "cause and ranks": is_named,
-                        "line": is_named and wants.allows(verdict.where, planted_module(module)),
+                        "line": is_named and wants.allows(verdict.where),
                     }
                 )
                 certain += verdict.certain and not is_named

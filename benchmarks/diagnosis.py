@@ -13,7 +13,6 @@ pytest-timeout alone (6 s), and with what the field looks at: torch's flight rec
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
@@ -35,9 +34,7 @@ from figures import keep, parser_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MODULES = tuple(
-    path.stem.removeprefix("planted_") for path in sorted((ROOT / "tests_cpu" / "faults").glob("planted_*.py"))
-)
+PROGRAMS = ROOT / "tests_cpu" / "faults" / "programs"
 TOOL_LIMIT_S = 20
 HEALTHY = """
 import subprocess, sys
@@ -61,20 +58,17 @@ def test_a_thousand_steps(ddp):
 
 
 def faults(module: str) -> dict[str, Any]:
-    """Return the expected verdicts of a module's faults, by test; without those whose library is not installed."""
-    from tests_cpu.faults.planting import faults_of  # the repository is on the path by now
+    """Return the rows of a file's programs, by test; without those that need a library which is not installed."""
+    from tests_cpu.faults.test_corpus import list_programs, rows_by_program  # the repository is on the path by now
 
-    loaded = importlib.import_module(f"tests_cpu.faults.planted_{module}")
-    return {
-        n: planted
-        for n, planted in faults_of(loaded).items()
-        if not planted.needs or importlib.util.find_spec(planted.needs)
-    }
+    rows = {name: rows_by_program()[name] for file, name, _ in list_programs() if file == module}
+    return {name: row for name, row in rows.items() if not row.needs or importlib.util.find_spec(row.needs)}
 
 
 def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, dict[str, Any], float | None]]:
     """Yield (test, its verdict, seconds of the stall when it was announced) of each fault in a module."""
-    shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
+    shutil.copy(PROGRAMS / f"{module}.py", folder / "test_planted.py")
+    (folder / "conftest.py").write_text("from tests_cpu.faults.planting import faulty_rank\n")
     options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", str(workers),
@@ -173,7 +167,7 @@ def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[st
         "ended": ended, "seconds": time.perf_counter() - started,
         "names_rank": expected.ranks[0] in named and (not every <= named or set(expected.ranks) == every),
         "crashed": "SIGSEGV" in text, "silent": ended and process.returncode == 0,
-        "shows_line": bool(line) and re.search(rf"planted_{module}\.py(:|\", line ){line}\b", text) is not None,
+        "shows_line": bool(line) and re.search(rf"\b{module}\.py(:|\", line ){line}\b", text) is not None,
     }  # fmt: skip
 
 
@@ -232,7 +226,7 @@ def main() -> None:
     matrix: Counter[tuple[str, str]] = Counter()
     wrong, announced, verdict_after, every = [], [], [], []
     with tempfile.TemporaryDirectory() as name:
-        for module in MODULES:
+        for module in sorted(path.stem for path in PROGRAMS.glob("[!_]*.py")):
             expected = faults(module)
             lines = {}
             for test, verdict, told in kept(arguments.work, module, Path(name), arguments.workers):

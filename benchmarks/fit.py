@@ -36,7 +36,7 @@ from pytest_nsa.evidence.collectives import first_departure  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
 from tests_cpu.faults.recorded import GENERATED, extract, unpack  # noqa: E402
-from tests_cpu.faults.test_corpus import MODULES, faults  # noqa: E402
+from tests_cpu.faults.rows import faults, list_archives  # noqa: E402
 
 TABLE = ROOT / "pytest_nsa" / "diagnosis" / "explain" / "weights.json"
 PENALTY = 5e-4  # of a squared weight, per fault
@@ -80,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A recorded program with a fault: its file and test where it was written (None where it was generated), and the right answer.
+    """A recorded program with a fault: its archive and test (None where it was generated), and the right answer.
 
     ``archive`` is the generator's, '' of a written fault.
     """
@@ -95,12 +95,12 @@ class Program:
 def programs(folder: Path) -> list[Program]:
     """Return all recorded programs, which are unpacked into ``folder``."""
     found = []
-    for module in MODULES:
-        expected = faults(module)
-        for name, path in unpack(module, folder / module).items():
-            if name in expected:
+    for archive in list_archives():
+        expected = faults(archive)
+        for name, path in unpack(archive, folder / archive).items():
+            if name in expected:  # not one that was recorded again
                 of = expected[name]
-                found.append(Program((module, name), "", load(path), (of.cause,), tuple(sorted(of.ranks))))
+                found.append(Program((archive, name), "", load(path), (of.cause,), tuple(sorted(of.ranks))))
     for archive in sorted(GENERATED.glob("*.tar.xz")):
         into = folder / archive.name
         extract(archive, into)

@@ -5,20 +5,32 @@ recorded evidence gets. `python docs/cause_pages.py`.
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
+from pytest_nsa.evidence.load import load  # noqa: E402
+from pytest_nsa.report import terminal  # noqa: E402
+from tests_cpu.faults.recorded import unpack  # noqa: E402
+from tests_cpu.faults.rows import faults  # noqa: E402
+
 FOLDER = Path(__file__).with_name("causes")
 LIST = FOLDER / "README.md"
 PAGES = tuple(page for page in sorted(FOLDER.glob("*.md")) if page != LIST)
 MOST_LINES = 8  # of a program
-# A page names a planted fault, then shows its program and, in the next block, its verdict.
+# A page names a recorded fault, then shows its program and, in the next block, its verdict.
 SHOWN = re.compile(
-    r"^`tests_cpu/faults/planted_(?P<module>\w+)\.py::(?P<test>\w+)`:\n\n```python\n(?P<program>.*?)\n```\n"
+    r"^Recorded as `(?P<archive>\w+)/(?P<test>\w+)`:\n\n```python\n(?P<program>.*?)\n```\n"
     r"(?P<between>(?:(?!```)[^\n]*\n)*)```\n(?P<verdict>.*?)\n```$",
     re.M | re.S,
 )
@@ -36,31 +48,32 @@ def list_with(text: str) -> str:
 
 
 def page_with(text: str) -> str:
-    """Return the page of a cause with the program and the verdict of each planted fault that it names."""
+    """Return the page of a cause with the program and the verdict of each recorded fault that it names."""
 
     def shown(match: re.Match[str]) -> str:
-        module, test = match["module"], match["test"]
+        archive, test = match["archive"], match["test"]
         return (
-            f"`tests_cpu/faults/planted_{module}.py::{test}`:\n\n```python\n{program(module, test)}\n```\n"
-            f"{match['between']}```\n{verdict(module, test) or match['verdict']}\n```"
+            f"Recorded as `{archive}/{test}`:\n\n```python\n{program(archive, test)}\n```\n"
+            f"{match['between']}```\n{verdict(archive, test)}\n```"
         )
 
     return SHOWN.sub(shown, text)
 
 
-def program(module: str, test: str) -> str:
-    """Return a planted fault's source: with the mark that its decorator sets, without comments for linters."""
-    lines, function = _source(module, test)
-    (planted,) = function.decorator_list
-    assert isinstance(planted, ast.Call)
-    ranks = next((ast.literal_eval(k.value) for k in planted.keywords if k.arg == "n"), 2)
-    shown = lines[function.lineno - 1 : function.end_lineno]
-    return "\n".join([f"@world_size({ranks})", *(re.sub(r"  # (type: ignore.*|HERE)$", "", line) for line in shown)])
+def program(archive: str, test: str) -> str:
+    """Return the source of a fault: with the mark of its ranks, without comments for linters."""
+    (function,) = ast.parse(_source(archive, test)).body
+    assert isinstance(function, ast.FunctionDef)
+    lines = _source(archive, test).splitlines()[function.lineno - 1 :]
+    ranks = faults(archive)[test].n
+    return "\n".join([f"@world_size({ranks})", *(re.sub(r"  # (type: ignore.*|HERE)$", "", line) for line in lines)])
 
 
-def size(module: str, test: str) -> int:
-    """Return the number of lines of a planted fault's body, without imports and docstring."""
-    lines, function = _source(module, test)
+def size(archive: str, test: str) -> int:
+    """Return the number of lines of a fault's body, without imports and docstring."""
+    (function,) = ast.parse(_source(archive, test)).body
+    assert isinstance(function, ast.FunctionDef)
+    lines = _source(archive, test).splitlines()
     counted = [
         n for n in function.body
         if not isinstance(n, ast.Import | ast.ImportFrom) and not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
@@ -69,43 +82,44 @@ def size(module: str, test: str) -> int:
     return sum(1 for number in numbers if lines[number - 1].strip())
 
 
-def verdict(module: str, test: str) -> str:
-    """Return what the terminal prints of a planted fault's recorded evidence, without the figures that change with each fit of
-    the weights or with each run; '' where nothing is recorded of it.
+def verdict(archive: str, test: str) -> str:
+    """Return what the terminal prints of a recorded fault, without the figures that change with each fit of the weights or with
+    each run.
     """
-    from pytest_nsa.diagnosis.engine import diagnose
-    from pytest_nsa.evidence.load import load
-    from pytest_nsa.report.terminal import lines
-    from tests_cpu.faults.recorded import unpack
-
-    with tempfile.TemporaryDirectory() as folder:
-        recorded = unpack(module, Path(folder), only=test).get(test)
-        if recorded is None:
-            return ""
-        evidence = load(recorded)
+    with unpacked(archive, test) as folder:
+        evidence = load(folder)
         printed = [
-            line for line in lines(diagnose(evidence), evidence) if not line.startswith(("  do ", "  evidence "))
+            line
+            for line in terminal.lines(diagnose(evidence), evidence)
+            if not line.startswith(("  do ", "  evidence "))
         ]
-    return "\n".join(_as_shown(printed, module))
+    return "\n".join(map(_without_figures, printed))
 
 
-def _as_shown(printed: list[str], module: str) -> Iterator[str]:
-    for line in printed:
-        line = re.sub(r"(?<![\w.])/[\w./-]*/(?=\w+\.py:\d)", "", line).replace(
-            "test_planted.py", f"planted_{module}.py"
-        )
-        # The recording has the lines that this helper had then.
-        line = re.sub(r"\bplanting\.py:\d+", "planting.py", line)
-        yield re.sub(r"\d+%", "N%", re.sub(r" \(\d+% sure\)|; memory: .*", "", line))
+def _without_figures(line: str) -> str:
+    line = re.sub(r"(?<![\w.])/[\w./-]*/(?=\w+\.py:\d)", "", line)
+    # The recording has the lines that this helper had then.
+    line = re.sub(r"\bplanting\.py:\d+", "planting.py", line)
+    return re.sub(r"\d+%", "N%", re.sub(r" \(\d+% sure\)|; memory: .*", "", line))
 
 
-def _source(module: str, test: str) -> tuple[list[str], ast.FunctionDef]:
-    text = (ROOT / "tests_cpu" / "faults" / f"planted_{module}.py").read_text(encoding="utf-8")
-    return text.splitlines(), next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == test)
+@contextlib.contextmanager
+def unpacked(archive: str, test: str) -> Iterator[Path]:
+    """Unpack the evidence of a recorded fault; give its folder. Raise KeyError where it is not recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield unpack(archive, Path(folder), only=test)[test]
+
+
+@functools.cache
+def _source(archive: str, test: str) -> str:
+    with unpacked(archive, test) as folder:
+        texts = [
+            json.loads(line)["text"] for line in (folder / "source.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+    return next(textwrap.dedent(text) for text in texts if f"def {test}(" in text)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     LIST.write_text(list_with(LIST.read_text(encoding="utf-8")), encoding="utf-8")
     for page in PAGES:
         page.write_text(page_with(page.read_text(encoding="utf-8")), encoding="utf-8")

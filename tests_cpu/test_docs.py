@@ -140,5 +140,5 @@ def test_the_page_of_a_cause_shows_a_short_planted_fault_and_its_verdict_as_they
     assert shown or page.stem in ("device_busy", "transport_stuck", "unknown")  # which need a GPU, a network or luck
     assert len(shown) == text.count("```python")
     for fault in shown:
-        assert cause_pages.size(fault["module"], fault["test"]) <= cause_pages.MOST_LINES
+        assert cause_pages.size(fault["archive"], fault["test"]) <= cause_pages.MOST_LINES
         assert re.match(rf"(HANG|CRASH|FAIL|SLOW): .*\b{page.stem}\b", fault["verdict"])

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_nsa.fixtures import DDP, FSDP, Group
-from tests_cpu.faults.planting import faults_of
+from tests_cpu.faults.planting import programs_of
 
 LOOK_S = 6.0  # before torch's own limit of 8 s
 
@@ -92,9 +92,11 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str, po
 
 
 if __name__ == "__main__":
-    module, name = importlib.import_module(f"tests_cpu.faults.planted_{sys.argv[1]}"), sys.argv[2]
-    planted = faults_of(module)[name]
-    function = functools.partial(getattr(module, name.partition("[")[0]), **planted.arguments)
+    module, name = importlib.import_module(f"tests_cpu.faults.programs.{sys.argv[1]}"), sys.argv[2]
+    planted = programs_of(module)[name]
+    function = getattr(module, name)
+    if planted.rank is not None:
+        function = functools.partial(function, culprit=planted.rank)
     with tempfile.TemporaryDirectory() as folder:
         mode = sys.argv[3] if len(sys.argv) > 3 else ""
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:

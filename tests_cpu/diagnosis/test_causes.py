@@ -17,7 +17,7 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.testing import run_example
 from tests_cpu.diagnosis.test_evidence import make_folder
-from tests_cpu.faults.test_corpus import MODULES, faults
+from tests_cpu.faults.rows import read_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 cause_pages = __import__("cause_pages")
@@ -76,7 +76,7 @@ def test_each_cause_is_named_by_the_code_of_a_rule() -> None:
 
 
 def test_every_cause_is_planted() -> None:
-    planted = {fault.cause for module in MODULES for fault in faults(module).values()}
+    planted = {row.cause for row in read_rows()}
     assert planted == set(CAUSES) - NOT_IN_THE_CORPUS
 
 

@@ -1,4 +1,4 @@
-"""The rules on recorded evidence: every planted fault gets its verdict from its folder alone, in milliseconds."""
+"""The rules on recorded evidence: every fault gets the verdict of its row from its folder alone, in milliseconds."""
 
 from __future__ import annotations
 
@@ -12,45 +12,44 @@ from pytest_nsa.diagnosis import words
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
 from tests_cpu.faults.recorded import unpack
-from tests_cpu.faults.test_corpus import MODULES, faults, planted_module
+from tests_cpu.faults.rows import faults, list_archives
+
+ARCHIVES = list_archives()
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """Return the recorded folders by module and test."""
-    return {module: unpack(module, tmp_path_factory.mktemp(module)) for module in MODULES}
+    """Return the recorded folders by archive and test."""
+    return {archive: unpack(archive, tmp_path_factory.mktemp("archive")) for archive in ARCHIVES}
 
 
-@pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])
-def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: dict[str, dict[str, Path]]) -> None:
+@pytest.mark.parametrize(("archive", "name"), [(a, n) for a in ARCHIVES for n in faults(a)])
+def test_the_verdict_from_a_recorded_folder(archive: str, name: str, recorded: dict[str, dict[str, Path]]) -> None:
     """The sources that the ranks ran are in no file here: /tests and /repo do not exist."""
-    assert name in recorded[module], "record it: pytest tests_cpu/faults -m 'slow or not slow' --record"
-    evidence, expected = load(recorded[module][name]), faults(module)[name]
+    evidence, expected = load(recorded[archive][name]), faults(archive)[name]
     verdict = diagnose(evidence)
     assert (
         max(len(verdict.ranks), 2) < len(evidence.ranks) or "the others" not in verdict.reason
     )  # there are none, or one
     if expected.miss:
-        is_named = (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks)
+        is_named = expected.names(verdict.cause, verdict.ranks)
         assert is_named or not verdict.certain
-        assert not (is_named and expected.allows(verdict.where, planted_module(module))), (
-            "right by now: take its miss= out"
-        )
+        assert not (is_named and expected.allows(verdict.where)), "right by now: remove its miss"
         pytest.xfail(expected.miss)
-    assert (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), verdict.reason
-    assert expected.allows(verdict.where, planted_module(module)), verdict.where
+    assert expected.names(verdict.cause, verdict.ranks), verdict.reason
+    assert expected.allows(verdict.where), verdict.where
     assert expected.reason in verdict.reason
     assert verdict.rule
 
 
 def test_without_counters_no_certain_verdict_is_wrong(recorded: dict[str, dict[str, Path]]) -> None:
     """As in a training that is only watched, and where a rank holds the GIL: less is known, and less is certain."""
-    for module in MODULES:
-        for name, expected in faults(module).items():
-            evidence = load(recorded[module][name])
+    for archive in ARCHIVES:
+        for name, expected in faults(archive).items():
+            evidence = load(recorded[archive][name])
             ranks = tuple(r if r.exceptions else replace(r, counters=()) for r in evidence.ranks)
             verdict = diagnose(replace(evidence, ranks=ranks))
-            assert not verdict.certain or (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), name
+            assert not verdict.certain or expected.names(verdict.cause, verdict.ranks), name
 
 
 def test_a_rank_that_fell_before_the_stop_makes_it_a_crash(recorded: dict[str, dict[str, Path]]) -> None:
@@ -64,7 +63,7 @@ def test_a_rank_that_fell_before_the_stop_makes_it_a_crash(recorded: dict[str, d
 
 def test_no_verdict_depends_on_words(recorded: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is never control flow: with empty words each verdict has the same cause, ranks and line."""
-    evidence = [load(recorded[m][name]) for m in MODULES for name in list(faults(m))[::3]]
+    evidence = [load(recorded[a][name]) for a in ARCHIVES for name in list(faults(a))[::3]]
     before = [diagnose(of) for of in evidence]
     empty = {"str": lambda *_, **__: "", "dict[str, float]": lambda *_, **__: {}}
     found = [f for f in vars(words).values() if isinstance(f, FunctionType) and f.__module__ == words.__name__]

@@ -1,55 +1,27 @@
-"""Prints which faults are planted and which programs are healthy: `python -m tests_cpu.faults --list [WORD ...]`."""
+"""Prints the recorded faults, and the healthy tests: `python -m tests_cpu.faults --list [WORD ...]`."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import signal
 from collections.abc import Sequence
-from types import ModuleType
 
-from tests_cpu.faults import test_corpus
+from tests_cpu.faults.rows import read_rows
+from tests_cpu.faults.test_corpus import HEALTHY, healthy_tests, list_programs
 
-HEAD = ("module", "test", "cause", "ranks", "world size", "family", "origin", "needs", "miss")
-HEALTHY_HEAD = ("module", "test", "world size")
-
-
-def planted_rows() -> list[tuple[str, ...]]:
-    """Return a row per planted fault, with the columns of `HEAD`; `miss` is what a known miss lacks."""
-    rows = []
-    for module in test_corpus.MODULES:
-        loaded = test_corpus.planted_module(module)
-        for name, fault in test_corpus.faults(module).items():
-            ranks = ",".join(map(str, fault.ranks)) or "-"
-            rows.append(
-                (
-                    loaded.__name__.rpartition(".")[2],
-                    name,
-                    fault.cause,
-                    ranks,
-                    str(fault.n),
-                    fault.family,
-                    fault.origin,
-                    fault.needs,
-                    fault.miss,
-                )
-            )
-    return rows
+HEAD = ("archive", "test", "live in", "cause", "ranks", "world size", "family", "origin", "needs", "miss")
 
 
-def healthy_rows() -> list[tuple[str, ...]]:
-    """Return a row per healthy test: its module, test and world size."""
-    rows = []
-    for module in test_corpus.HEALTHY:
-        loaded = importlib.import_module(f"tests_cpu.faults.{module}")
-        rows += [(module, name, world_size(loaded, name)) for name in test_corpus.healthy_tests(module)]
-    return rows
-
-
-def world_size(module: ModuleType, test: str) -> str:
-    """Return the number of ranks of a test by its mark; '1' without one."""
-    marks = getattr(getattr(module, test), "pytestmark", [])
-    return next((",".join(map(str, mark.args)) for mark in marks if mark.name == "world_size"), "1")
+def fault_rows() -> list[tuple[str, ...]]:
+    """Return a row per recorded fault, with the columns of `HEAD`; `live in` is the file of its program, where there is one."""
+    files = {name: file for file, name, _ in list_programs()}
+    return [
+        (
+            of.archive, of.test, files.get(of.program or of.test, "-"), of.cause, ",".join(map(str, of.ranks)) or "-", str(of.n),
+            of.family, of.origin, of.needs, of.miss,
+        )
+        for of in read_rows()
+    ]  # fmt: skip
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -64,10 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests_cpu.faults", description=__doc__)
     parser.add_argument("--list", nargs="*", metavar="WORD", required=True, help="print the rows that have every WORD")
     words = parser.parse_args(arguments).list
-    for title, head, rows in (
-        ("planted faults", HEAD, planted_rows()),
-        ("healthy tests", HEALTHY_HEAD, healthy_rows()),
-    ):
+    healthy = [(module, name) for module in HEALTHY for name in healthy_tests(module)]
+    for title, head, rows in (("recorded faults", HEAD, fault_rows()), ("healthy tests", ("module", "test"), healthy)):
         found = [row for row in rows if all(any(word in cell for cell in row) for word in words)]
         print(f"{len(found)} {title}\n\n{table(head, found)}\n")
 

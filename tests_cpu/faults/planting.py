@@ -1,11 +1,10 @@
-"""The parts of planted faults: the expectation of each, a small model, and a training loop with a fault in it."""
+"""The parts of programs with a fault: the mark of each, a small model, and a training loop with a fault in it."""
 
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,84 +15,48 @@ from torch import nn
 from torch.nn import functional as F
 
 import pytest_nsa
-from pytest_nsa.evidence.source import LOCATION
 
 AT = 3  # the step in which a fault happens
-# What one edit did to a program that is right on every rank.
-FAMILIES = {
-    "skip": "a call, message, key or batch is left out",
-    "extra": "a call or message is added",
-    "swap": "two calls or messages change places",
-    "mismatch": "a call has another operation, size, type or tag",
-    "wrong_peer": "a message goes to, or is expected from, another rank",
-    "dropped": "the Work of a message is not kept",
-    "key": "a key of a store has another name",
-    "group": "a group is not made, or made otherwise",
-    "meeting": "the first group does not form: address, port, rank, size",
-    "branch": "the forward takes another branch",
-    "hook": "a hook has a collective",
-    "unused": "a parameter gets no gradient",
-    "autograd": "the graph or its recomputation is not what DDP expects",
-    "numbers": "values, gradients or replicas become wrong",
-    "raise": "an exception",
-    "exit": "the process ends",
-    "crash": "a signal ends the process",
-    "stop": "a signal stops the process",
-    "memory": "memory runs out",
-    "lock": "a lock, queue or thread is waited for",
-    "loader": "a data loader's worker stalls or dies",
-    "sleep": "a sleep or a poll",
-    "io": "a file, pipe or socket is waited for",
-    "child": "a child process is waited for",
-    "endless": "a loop does not end",
-    "busy": "native code or a compiler runs, or keeps the GIL",
-    "slow": "a step takes longer",
-}
+NO_RANK = -1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planted:
-    """The verdict that a planted fault must get. ``where`` is a part of its location; ``reason`` a part of its reason.
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program on ``n`` ranks with a fault on ``rank``; None where the fault is on no single rank, or cannot be taken out."""
 
-    ``n`` is the number of ranks. ``family`` is the kind of edit (`FAMILIES`); ``origin``, where the program comes from: an issue, a
-    set and its date, a seed.
-    ``needs`` is a library without which it cannot be run live. With ``marked``, its line is one that ends in
-    ``# HERE`` in the fault's module, or one of the same statement. ``miss``: the fact that is missing where the verdict is another
-    one, and not certain, or its line: a known miss. ``arguments`` are those of the test besides its fixtures.
-    """
-
-    cause: str
-    ranks: tuple[int, ...]
     n: int
-    where: str
-    reason: str
-    family: str
-    origin: str
-    marked: bool = False
-    needs: str = ""
-    miss: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.family not in FAMILIES or not self.origin:
-            raise ValueError(
-                f"planted(family={self.family!r}, origin={self.origin!r}): a family of {', '.join(FAMILIES)}, and an origin"
-            )
-
-    def allows(self, where: str, module: ModuleType) -> bool:
-        """Return whether a verdict's location is right."""
-        if not self.marked:
-            return self.where in where
-        location = LOCATION.match(where)
-        return (
-            location is not None
-            and Path(location["file"]).name == "test_planted.py"
-            and int(location["line"]) in _marked_lines(Path(module.__file__ or ""))
-        )
+    rank: int | None
 
 
-@functools.cache
-def _marked_lines(path: Path) -> frozenset[int]:
+def planted(n: int, *, rank: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for a test on ``n`` ranks, with a fault on the rank that it takes as ``culprit``."""
+
+    def mark(function: Callable[..., None]) -> Callable[..., None]:
+        function.program = Program(n, rank)  # type: ignore[attr-defined]
+        return pytest_nsa.world_size(n)(function)
+
+    return mark
+
+
+@pytest.fixture(name="culprit")
+def faulty_rank(request: pytest.FixtureRequest) -> int:
+    """Return the rank that has the fault."""
+    rank: int = request.function.program.rank
+    return rank
+
+
+@pytest.fixture(name="culprit")
+def healthy_twin() -> int:
+    """Return no rank: the test is the healthy twin of its fault."""
+    return NO_RANK
+
+
+def programs_of(module: ModuleType) -> dict[str, Program]:
+    """Return the programs of a module, by test, in the order of their lines."""
+    return {name: f.program for name, f in vars(module).items() if hasattr(f, "program")}
+
+
+def marked_lines(path: Path) -> frozenset[int]:
     """Return the lines of a module that end in ``# HERE``, and those of the same statement."""
     text = path.read_text(encoding="utf-8")
     marks = {n for n, line in enumerate(text.splitlines(), start=1) if line.endswith("# HERE")}
@@ -103,89 +66,6 @@ def _marked_lines(path: Path) -> frozenset[int]:
             own = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
             lines |= own if own & marks else set()
     return frozenset(lines)
-
-
-def planted(
-    cause: str,
-    ranks: Sequence[int],
-    *,
-    family: str,
-    origin: str,
-    n: int = 2,
-    where: str = "",
-    reason: str = "",
-    marked: bool = False,
-    needs: str = "",
-    miss: str = "",
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for a test on ``n`` ranks with a fault, with the cause and ranks that its verdict must name.
-
-    Raise ValueError for a family that is not in `FAMILIES`, or an empty origin.
-    """
-    expected = Planted(
-        cause=cause, ranks=tuple(ranks), n=n, where=where, reason=reason, family=family, origin=origin, marked=marked,
-        needs=needs, miss=miss,
-    )  # fmt: skip
-
-    def mark(function: Callable[..., None]) -> Callable[..., None]:
-        function.planted = {"": expected}  # type: ignore[attr-defined]
-        return pytest_nsa.world_size(n)(function)
-
-    return mark
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One way in which a fault is planted: the number of ranks, a part of the reason, and the arguments of the test."""
-
-    n: int
-    reason: str
-    miss: str = ""
-    arguments: Mapping[str, Any]
-
-
-def case(culprit: int, *, n: int = 2, reason: str = "", miss: str = "", **arguments: Any) -> Case:
-    """Return a case of `planted_cases`: the test receives ``culprit``, the rank with the fault, and ``arguments``."""
-    return Case(n=n, reason=reason, miss=miss, arguments={"culprit": culprit, **arguments})
-
-
-def planted_cases(
-    cause: str,
-    *,
-    cases: Mapping[str, Case],
-    family: str,
-    origin: str,
-    where: str = "",
-    marked: bool = False,
-    miss: str = "",
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for one fault that is planted in several ways, each a test of its own: `test_fault[CASE]`.
-
-    Raise ValueError as `planted` does.
-    """
-    expected = {
-        f"[{name}]": Planted(
-            cause=cause, ranks=(of.arguments["culprit"],), n=of.n, where=where, reason=of.reason, family=family, origin=origin,
-            marked=marked, miss=of.miss or miss, arguments=of.arguments,
-        )
-        for name, of in cases.items()
-    }  # fmt: skip
-
-    def mark(function: Callable[..., None]) -> Callable[..., None]:
-        names = list(next(iter(cases.values())).arguments)
-        rows = [
-            pytest.param(*of.arguments.values(), id=key, marks=pytest_nsa.world_size(of.n)) for key, of in cases.items()
-        ]
-        function.planted = expected  # type: ignore[attr-defined]
-        return pytest.mark.parametrize(names, rows)(function)
-
-    return mark
-
-
-def faults_of(module: ModuleType) -> dict[str, Planted]:
-    """Return the expected verdicts of a module's faults, by test, in the order of their lines."""
-    functions = [(name, f.planted) for name, f in vars(module).items() if hasattr(f, "planted")]
-    return {f"{name}{suffix}": fault for name, cases in functions for suffix, fault in cases.items()}
 
 
 class Block(nn.Module):

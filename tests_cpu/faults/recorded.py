@@ -1,7 +1,8 @@
-"""Evidence of planted faults, recorded once: an archive per module, from which the rules are tested in milliseconds.
+"""Archives of the evidence that tests with faults have left, from which the rules are tested in milliseconds.
 
-`pytest tests_cpu/faults -m "slow or not slow" --record` runs the corpus and records it again. Paths of the recording machine
-are replaced: the module becomes /tests/test_planted.py, the repository /repo.
+A line of evidence/rows.jsonl names each test and its archive (`rows.py`). The program is in the archive's source.jsonl. `pytest
+tests_cpu/faults -k NAME --record` runs a live program and writes an archive of it. Paths of the recording machine are replaced:
+the file becomes /tests/test_planted.py, the repository /repo.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ HEALTHY = ARCHIVES / "healthy"  # of healthy programs, at the moment of their lo
 MOST_LINES = 200  # the latest of a rank's reports, heartbeats and checksums
 
 
-def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
-    """Write a module's archive from the ``run`` of its tests in ``folder``. Raise ValueError for a path too short to replace."""
-    found = folders_of(run)
-    return pack(ARCHIVES / f"{module}.tar.xz", {name: found[name] for name in sorted(names)}, folder)
+def record(test: str, evidence: Path, folder: Path) -> Path:
+    """Write the archive of a test in ``folder`` from its ``evidence``. Raise ValueError for a path too short to replace."""
+    return pack(ARCHIVES / f"{test}.tar.xz", {test: evidence}, folder)
 
 
 def record_healthy(run: Path, folder: Path, module: str, questions: str) -> Path | None:
@@ -101,9 +101,9 @@ def _replace(data: bytes, replaced: dict[str, str], *, is_padded: bool) -> bytes
     return data
 
 
-def unpack(module: str, folder: Path, only: str = "") -> dict[str, Path]:
-    """Return the recorded folders of a module's faults, by test: of all, or of the test ``only``."""
-    extract(ARCHIVES / f"{module}.tar.xz", folder, only)
+def unpack(archive: str, folder: Path, only: str = "") -> dict[str, Path]:
+    """Return the recorded folders of an archive, by test: of all tests, or of the test ``only``."""
+    extract(ARCHIVES / f"{archive}.tar.xz", folder, only)
     return {path.name: path for path in sorted(folder.iterdir())}
 
 

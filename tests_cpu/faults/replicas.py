@@ -1,4 +1,4 @@
-"""Small models, their batches and their steps: for faults that make replicas differ (`planted_replicas_*`), and other trainings."""
+"""Small models, their batches and their steps: for programs that make replicas differ, and other trainings."""
 
 from __future__ import annotations
 
@@ -64,14 +64,3 @@ def batch_of(rank: int, step: int, rows: int = 12) -> tuple[torch.Tensor, torch.
     """Return inputs [rows, 8] and targets [rows, 4] for `small_model`, others per rank and step."""
     generator = torch.Generator().manual_seed(10_000 * (rank + 1) + step)
     return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
-
-
-def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> float:
-    """Train `small_model` on its batches; return the last loss."""
-    for step in steps:
-        x, y = batch_of(rank, step)
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-    return loss.item()

@@ -1,0 +1,58 @@
+"""Programs in which a parameter gets no gradient."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pytest_nsa import fixtures
+from pytest_nsa import trace as traced
+from pytest_nsa.fixtures import Trace
+from tests_cpu.faults.planting import batch, planted, train
+
+
+class TwoHeads(nn.Module):
+    """Two linear layers, of which the second is used where ``both`` is true."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.used, self.other, self.both = nn.Linear(8, 1), nn.Linear(8, 1), both
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [B, 1] for x [B, 8]."""
+        return self.used(x) + (self.other(x) if self.both else 0)
+
+
+MISSING = "other.weight, other.bias"
+
+
+@traced("grads")
+@planted(2)
+def test_missing_on_one_rank_and_ddp_waits(ddp: fixtures.DDP, trace: Trace) -> None:
+    model = ddp.wrap(TwoHeads(both=ddp.rank == 0))
+    with trace(model):  # HERE
+        model(batch(ddp.rank, 0)).sum().backward()
+    dist.all_reduce(torch.ones(2))
+
+
+@traced("grads")
+@planted(2)
+def test_missing_everywhere_and_the_test_asserts_it(ddp: fixtures.DDP, trace: Trace) -> None:
+    model = ddp.wrap(TwoHeads(both=False), find_unused_parameters=True)
+    with trace(model):
+        model(batch(ddp.rank, 0)).sum().backward()
+    assert trace.missing_gradients() == []  # HERE
+
+
+@planted(2)
+def test_a_parameter_is_never_used(ddp: fixtures.DDP) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 1), nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    train(ddp.wrap(Head()), ddp.rank)
