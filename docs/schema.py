@@ -16,7 +16,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "str": {"type": "string"}, "int": {"type": "integer"}, "float": {"type": "number"}, "bool": {"type": "boolean"},
     "tuple[int, ...]": {"type": "array", "items": {"type": "integer"}},
     "tuple[str, ...]": {"type": "array", "items": {"type": "string"}},
-    "dict[str, float]": {"type": "object", "additionalProperties": {"type": "number"}},
+    "dict[str, float]": {"type": "object", "additionalProperties": {"type": "number"}}, "dict[str, Any]": {"type": "object"},
     "tuple[Fact, ...]": {"type": "array", "items": {"$ref": "#/$defs/fact"}},
 }  # fmt: skip
 

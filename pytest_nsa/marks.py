@@ -129,6 +129,11 @@ def fails_as(cause: str) -> pytest.MarkDecorator:
     return _made("fails_as", cause)
 
 
+def rerun(wanted: bool) -> pytest.MarkDecorator:
+    """``rerun(False)``: a failure of the test is not run again, as its effects outside of its ranks must happen once."""
+    return _made("rerun", wanted)
+
+
 def rank_env(**variables: str) -> pytest.MarkDecorator:
     """Set variables of the ranks' environment, before the group forms or a GPU is used: ``rank_env(NCCL_P2P_DISABLE='1')``."""
     return _made("rank_env", **variables)
@@ -180,6 +185,11 @@ def _check_hash_seeds(mark: pytest.Mark) -> str | None:
             "takes a whole number from 0 to 4294967295 for each rank, as in hash_seeds(3, 14), or none: they are drawn"
         )
     return None
+
+
+def _check_rerun(mark: pytest.Mark) -> str | None:
+    is_right = not mark.kwargs and len(mark.args) == 1 and type(mark.args[0]) is bool
+    return None if is_right else "takes True or False, as in rerun(False)"
 
 
 def _check_rank_env(mark: pytest.Mark) -> str | None:
@@ -304,6 +314,7 @@ _RULES = (
         ),
         check=_check_hash_seeds,
     ),
+    _taking_arguments(rerun, _check_rerun),
     _taking_arguments(rank_env, _check_rank_env),
     MarkRule(
         name="reuse",

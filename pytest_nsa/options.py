@@ -7,6 +7,7 @@ import pytest
 LAUNCHES = ("auto", "fork", "clean", "cold")
 UNMARKED = ("all", "leader")
 DESCENDANTS = ("off", "report", "end")
+RERUNS = ("auto", "off", "all")
 # What --ranks-bisect-env tries where nothing else is named: variables that a library reads as a group forms or a GPU is first used.
 MITIGATIONS = (
     "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1", "NCCL_NVLS_ENABLE=0", "TORCH_NCCL_BLOCKING_WAIT=1",
@@ -45,6 +46,11 @@ def add_options(parser: pytest.Parser) -> None:
         "--ranks-descendants", dest="nsa_descendants", choices=DESCENDANTS,
         help="Diagnose ranks that tests start by themselves: report at the test's time limit, at an interrupt and at "
         "the end of the session; end: also end what a test leaves running (default: ini ranks_descendants)",
+    )  # fmt: skip
+    group.addoption(
+        "--ranks-rerun", dest="nsa_rerun", choices=RERUNS,
+        help="Run a failed test once more, to find the statement at which its ranks parted: auto, of the first five (default: ini "
+        "ranks_rerun)",
     )  # fmt: skip
     group.addoption(
         "--ranks-bisect-gc", dest="nsa_bisect_gc", action="store_true",
@@ -118,6 +124,12 @@ def add_options(parser: pytest.Parser) -> None:
         "Fail a test if its ranks end with different gradients or parameters, which DDP should keep equal",
         type="bool", default=False,
     )  # fmt: skip
+    _add_ini(
+        parser,
+        "ranks_rerun",
+        "Run a failed test once more with its control flow recorded: auto, off or all (as --ranks-rerun)",
+        default="auto",
+    )
     _add_ini(
         parser,
         "ranks_descendants",

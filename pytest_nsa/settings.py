@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.options import DESCENDANTS, UNMARKED
+from pytest_nsa.options import DESCENDANTS, RERUNS, UNMARKED
 from pytest_nsa.wire.messages import FIXED_VARIABLES
 
 HAS_PROC = os.path.exists("/proc/self/stat")
@@ -68,6 +68,7 @@ class Settings:
     descendants: str = "off"
     descendants_fail: bool = False
     left_fails: bool = False
+    rerun: str = "auto"
     outer: OuterLauncher | None = None
     bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --ranks-bisect-env tries
 
@@ -119,6 +120,7 @@ def resolve(config: pytest.Config) -> Settings:
         descendants=_descendants(config) if HAS_RANKS else "off",
         descendants_fail=_flag(config, "ranks_descendants_fail"),
         left_fails=_flag(config, "ranks_left_fails"),
+        rerun=config.getoption("--ranks-rerun") or _choice(config, "ranks_rerun", RERUNS),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
         raise pytest.UsageError(f"{source} {directory}: is a file; give a folder, or the name of one to be made")

@@ -63,6 +63,11 @@ def add_user_file(filename: str) -> None:
         _known[filename] = True
 
 
+def is_program_file(filename: str) -> bool:
+    """Return whether a source file is the user's, or of a library other than torch and pytest."""
+    return is_user_file(filename) or _is_of_a_library(filename)
+
+
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield the user frames at and above ``frame``, innermost first."""
     while frame is not None:

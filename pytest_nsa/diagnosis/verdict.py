@@ -55,7 +55,8 @@ class Verdict:
     ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what a failure of the
     scenario means by the plan; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit;
     ``called_from`` is the user's line that called the function of ``where``; ``terms`` are the facts that an explanation rests on,
-    with how much each counts; ``figures`` are what runs are compared by (`pytest_nsa.evidence.figures`).
+    with how much each counts; ``figures`` are what runs are compared by (`pytest_nsa.evidence.figures`);
+    ``first_divergence`` is where the ranks of a second run parted (`pytest_nsa.flow.first`), {} where that is not known.
     """
 
     scenario: str = ""
@@ -85,6 +86,7 @@ class Verdict:
     called_from: str = ""
     terms: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
+    first_divergence: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that verdict.json holds."""

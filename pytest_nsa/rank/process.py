@@ -37,6 +37,9 @@ from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIAB
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from nsa.trace.flow.recorder import FlowRecorder
+    from nsa.trace.session import TraceSession
+
 EXIT_FAILED = 1
 # What DDP, FSDP and optimizers import on first use. It costs a second, and every fork copies the page tables of 80 MB.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
@@ -188,7 +191,9 @@ class RankProcess:
         listen_to_traces()
         trace_log.folder = folder
         memory, imported = AddedMemory(), _late_modules()
-        measuring = coverage.start(job.measures or self._coverage_settings)
+        flow = begin_flow(folder, session) if job.flow else None
+        # A second run executes lines that the first has: its lines do not count.
+        measuring = coverage.start(None if job.flow else job.measures or self._coverage_settings)
         names: Mapping[str, Any] = {}
         try:
             if self._hook_error is not None:
@@ -203,6 +208,8 @@ class RankProcess:
             )
             become(ctx)
             session.board.phase("body")
+            if flow is not None:
+                flow.start()
             passed = run.body(ctx)
             end_if_forked(ctx, passed=passed)
         except (Exception, KeyboardInterrupt, pytest.exit.Exception) as error:
@@ -212,6 +219,8 @@ class RankProcess:
                 record(folder, event="pytest_exit", reason=str(error.msg), **code)
             traceback.print_exc()
             passed = False
+        if flow is not None:
+            flow.stop()
         coverage.save(measuring)
         if passed:
             wait_for_threads(_folders_of_others(job, self.number), PHASES.index("done"))
@@ -351,6 +360,15 @@ class RankProcess:
         for fd in self._files:
             os.close(fd)
         self._files = [stacks, fatal]
+
+
+def begin_flow(folder: Path, session: TraceSession) -> FlowRecorder:
+    """Return what records this rank's control flow, with its calls; it starts later."""
+    from nsa.trace.flow.recorder import FlowRecorder
+
+    flow = FlowRecorder(folder / "flow.bin")
+    session.recorder.on_call = session.recorder.stores.on_call = flow.call
+    return flow
 
 
 def _redirect_output(folder: Path) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.diagnosis.verdict import Verdict, runs_of
+from pytest_nsa.diagnosis.verdict import Verdict, by_ranks, runs_of
 from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
+from pytest_nsa.report.divergence import SECOND_RUN, describe_divergence
 from pytest_nsa.report.plain import visible
 
 MAX_STACK = 4
@@ -65,14 +66,19 @@ def _sure(verdict: Verdict) -> str:
 
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     """Return the verdict in at most twelve lines."""
-    out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
+    diverged = [short_place(line) for line in describe_divergence(verdict)]
+    is_why = bool(diverged) and verdict.where == verdict.first_divergence.get("where")
+    out = [headline(verdict), *([] if is_why else [f"  why      {short_place(verdict.reason)}"]), *diverged]
+    out += (f"  again    {short_place(fact.text)}" for fact in verdict.evidence if fact.kind == SECOND_RUN)
     if verdict.module:
         out.append(f"  module   {verdict.module}")
     if verdict.parameters_missing:
         rest = f" and {len(verdict.parameters_missing) - 2} more" if len(verdict.parameters_missing) > 2 else ""
         out.append(f"  missing  {', '.join(verdict.parameters_missing[:-3:-1])}{rest}")
     rank = next((r for r in evidence.ranks if r.rank in verdict.ranks and r.stack), None)
-    if rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
+    if diverged:
+        out += _last_calls(evidence)
+    elif rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
         frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
         out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
     if round(verdict.stalled_s, 1):
@@ -83,6 +89,15 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
         out.append(f"  do       {verdict.advice}")
     out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
     return [visible(line) for line in out[:12]]
+
+
+def _last_calls(evidence: Evidence) -> list[str]:
+    """Return a line with the last call of each rank, where there is one."""
+    calls = {
+        r.rank: r.board.waits_in or r.collectives[-1] for r in evidence.ranks if r.board is not None and r.collectives
+    }
+    texts = {rank: f"in {call.op} #{call.sequence} at {short_place(call.site)}" for rank, call in calls.items()}
+    return [f"  then     {by_ranks(texts, len(evidence.ranks))}"] if texts else []
 
 
 def failure(verdict: Verdict, evidence: Evidence) -> str:

@@ -21,11 +21,13 @@ MAX_RUNS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variation:
-    """A test as a bisection runs it: with other values of its fixtures, and variables in its ranks' environment."""
+    """A test as it runs again: with other values of its fixtures, and variables in its ranks' environment."""
 
     label: str  # for the name of its folder
     fixtures: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    flow: bool = False  # with the ranks' control flow recorded
+    seed: int | None = None  # of hypothesis; None: another one
 
 
 Run = Callable[[Variation], Verdict]

@@ -20,6 +20,7 @@ from pytest_nsa.monitor.output import LiveOutput, OutputLimit
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
+from pytest_nsa.session import second_run
 from pytest_nsa.session.bisect import Run, Variation, bisect
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
@@ -56,6 +57,7 @@ class RankRunner:
         self.extensions = Extensions(config, folder.report)
         self.resources = Resources(config, settings)
         self.next_item: pytest.Item | None = None
+        self._second_runs = 0
         self._groups = 0  # how many groups the ranks that stay have formed, one per test
         self.attachment: Attachment | None = None
         self._terminal = Terminal(config)
@@ -127,6 +129,8 @@ class RankRunner:
         job = replace(job, measures=lines_by_test.settings_of(item, folder))
         if self.attachment is not None:
             job = replace(self.attachment.local(job), reuse="", stay=False)
+        if job.flow:  # fresh ranks: if it passes there, an earlier test left what makes it fail
+            job = replace(job, reuse="", fresh_group=False, stay=False)
         job = self._without_too_many_groups(job)
         try:
             job = self._with_its_file(item.session, job, name)
@@ -150,6 +154,7 @@ class RankRunner:
             if narrowed:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {narrowed}")
                 self.recorder.replace(folder, verdict)
+            verdict = self._run_again(item, verdict, evidence, values)
         if self.attachment is not None:
             self.recorder.add(folder, verdict)
         return verdict, evidence, found
@@ -167,6 +172,25 @@ class RankRunner:
             return bisect(item, self.settings, needs, verdict, run)
         except (OSError, LaunchError) as error:  # the failure has its verdict already
             return f"bisect: ended early: {error}"
+
+    def _run_again(
+        self, item: pytest.Function, verdict: Verdict, evidence: Evidence, values: dict[str, Any]
+    ) -> Verdict:
+        """Return the verdict with what a second run adds: the statement at which the ranks parted."""
+        if not second_run.is_wanted(item, self.settings, verdict, self._second_runs):
+            return verdict
+        self._second_runs += 1
+        limit = second_run.limit_of(evidence)
+        self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
+        tried = second_run.variation_of(evidence)
+        try:
+            again, second, _ = self.run_item(item, limit, values, tried, evidence.folder.name)
+            changed = second_run.add_divergence(verdict, evidence, second, again)
+        except (OSError, LaunchError):  # the failure has its verdict already
+            return verdict
+        if changed is not verdict:
+            self.recorder.replace(evidence.folder, changed)
+        return changed
 
     def _without_too_many_groups(self, job: Job) -> Job:
         """End reused ranks after `FRESH_GROUPS` groups: they keep the connections of each earlier group open."""

@@ -86,7 +86,7 @@ class Job:
     ``stay``. ``gpus`` and ``cores`` are those that were leased, ``in_use`` are the files that ranks hold while they use them;
     ``debugger`` names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any rank); ``body`` is the file of
     the test's function, which counts as user code wherever it is. ``hash_seeds`` has PYTHONHASHSEED of each rank, which is then a
-    new interpreter; ``measures`` are the settings of a coverage that is measured test by test.
+    new interpreter; ``flow`` records the ranks' control flow; ``measures`` has the settings of a coverage by test.
     """
 
     nodeid: str
@@ -123,6 +123,7 @@ class Job:
     stay: bool = False
     body: str = ""
     hash_seeds: tuple[int, ...] = ()
+    flow: bool = False
     measures: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -51,6 +51,7 @@ ANY = -2  # the peer of a receive from any rank
 _SPLIT = ("alltoall_base", "all_to_all_single")
 _OUTPUT_FIRST = ("alltoall", "all_to_all", "gather_single", "gather_into_tensor")  # ranks may take unequal amounts
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
+_UNEVEN = ("gather", "scatter", "alltoall")
 
 
 class CollectiveRecorder:
@@ -73,6 +74,7 @@ class CollectiveRecorder:
         self._groups: set[Any] = set()  # Python classes that are wrapped
         self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
         self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
+        self.on_call: Callable[[dict[str, Any]], None] | None = None  # what ranks must match of a call that begins
 
     def forget(self, rank: int, world_size: int) -> None:
         """Reset for another test on a new board: sequence numbers start again on all its ranks."""
@@ -82,7 +84,7 @@ class CollectiveRecorder:
         self.stores.forget()
         self._functional.clear()
         self._ends_by_wait.clear()
-        self._on_group, self.on_reduce = lambda *_: None, None
+        self._on_group, self.on_reduce, self.on_call = lambda *_: None, None, None
         with self._lock:
             self._pending.clear()
 
@@ -143,6 +145,8 @@ class CollectiveRecorder:
         """Enter a call on the board, with its number in the group and the user's lines that led to it; return its index."""
         site, callers = path_of_call()
         number = self._sequence[label]
+        if self.on_call is not None:
+            self.on_call(matched_facts(op, label, dtype, count, **more))
         return self.board.enter(
             op, label, number, dtype, count, site, size=size, callers=callers, side_thread=_is_in_side_thread(), **more
         )
@@ -353,6 +357,20 @@ class CollectiveRecorder:
             return work
 
         return outside_graphs(recorded)
+
+
+def matched_facts(
+    op: str, group: str, dtype: str, count: int, *, peer: int = -1, root: int = -1, reduction: str = "", note: str = ""
+) -> dict[str, Any]:
+    """Return what must match of a call on the ranks of its group: as a JSON object."""
+    uneven = op in _SPLIT or op in _UNEVEN
+    size = "" if uneven or not count else f" x {count}"  # ranks may give different numbers of elements
+    what = note if op == NEW_GROUP else f"{dtype}{size}{f', {reduction}' if reduction else ''}"
+    kind = {"send": "send", "recv": "receive", "recv_anysource": "receive"}.get(op, "collective")
+    facts = {"kind": kind, "op": op, "group": group, "what": what}
+    if kind != "collective":
+        facts["note"] = note
+    return facts | ({"peer": peer} if peer != -1 else {}) | ({"root": root} if root >= 0 else {})
 
 
 def _is_in_side_thread() -> bool:

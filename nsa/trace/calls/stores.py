@@ -78,13 +78,14 @@ class StoreRecorder:
         self.keys_awaited = KeyUses()
         # Called with event, key, line and number of keys: at the first key that a line sets, and at the end of the test.
         self.on_use: Callable[[str, str, str, int], None] = _ignore
+        self.on_call: Callable[[dict[str, Any]], None] | None = None  # each key that is set or awaited
 
     def forget(self) -> None:
         """Reset for another test on a new board."""
         self._looked, self._key = 0.0, ""
         self.keys_set.clear()
         self.keys_awaited.clear()
-        self.on_use = _ignore
+        self.on_use, self.on_call = _ignore, None
 
     def install(self) -> None:
         """Replace the methods. Those that this version of torch lacks are skipped."""
@@ -108,6 +109,7 @@ class StoreRecorder:
             until, key = self._limit.until, self._key
             self._set_key(keys_of_call(args, kwargs))
             self._use(self.keys_awaited, self._key, _way())
+            self._begins("wait", self._key)
             if limit:
                 self._limit.set(wall_clock() + limit)
             try:
@@ -132,6 +134,8 @@ class StoreRecorder:
                 self._set_key(keys_of_call(args, kwargs))
                 uses = self.keys_set if name == "add" and any(args[1:]) else self.keys_awaited
                 self._use(uses, self._key, _way())
+                if uses is self.keys_set:
+                    self._begins("set", self._key)
                 self._looked = now
                 self._board.number("polled_time", now)
             return original(store, *args, **kwargs)
@@ -145,6 +149,7 @@ class StoreRecorder:
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             self._use(self.keys_set, keys_of_call(args, kwargs), _way())
+            self._begins("set", keys_of_call(args, kwargs))
             return original(store, *args, **kwargs)
 
         setattr(kind, name, recorded)
@@ -158,6 +163,10 @@ class StoreRecorder:
     def _use(self, uses: KeyUses, key: str, site: str) -> None:
         if uses.add(key, site) and uses is self.keys_set:
             self.on_use("key_set", key, site, 1)
+
+    def _begins(self, kind: str, key: str) -> None:
+        if self.on_call is not None:
+            self.on_call({"kind": kind, "op": "store", "key": key})
 
     def _set_key(self, key: str) -> None:
         if key != self._key:

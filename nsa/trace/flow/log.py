@@ -1,0 +1,101 @@
+"""The events of a rank's control flow, in a mapped file that survives whatever ends the process.
+
+The file has a header and two halves. Events fill a half; then the other half is cleared and filled. So the file keeps the newest
+events, at least a half of them. A half begins with its number, from 1 on, and with the codes, names and open frames that its events
+need. An event begins with its kind; 0 ends a half. Numbers are little-endian.
+
+| kind | fields behind it | meaning |
+| --- | --- | --- |
+| LINE | frame u32, line u32 | a frame begins a line |
+| ENTER | frame u32, parent u32, code u32, thread u32 | a frame begins; parent 0: none is recorded |
+| LEAVE | frame u32, text | a frame returns a value |
+| SET, READ | frame u32, text | 'name\\0value': the latest line has set it, or decides by it |
+| RAISED | frame u32, text | an exception is raised in a frame, or passes through it |
+| CALL | frame u32, text | the frame begins a call that ranks must match: a JSON object |
+| CODE | code u32, text | 'file\\0name\\0first line' |
+| HELD | frame u32, parent u32, code u32, thread u32, line u32, calls u32 | an open frame at a half's begin |
+| RESUME | frame u32, parent u32, code u32, thread u32 | a generator's frame goes on, in another one |
+
+A text is its length, u16, and UTF-8.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable
+
+MAGIC = b"NSAFLOW1"
+SIZE = 64 << 20  # bytes
+LINE, ENTER, LEAVE, SET, READ, RAISED, CALL, CODE, HELD, RESUME = range(1, 11)
+HEADER = struct.Struct("<8sQ")  # magic, bytes of a half
+NUMBER = struct.Struct("<I")
+LINE_EVENT = struct.Struct("<BII")
+ENTER_EVENT = struct.Struct("<BIIII")
+HELD_EVENT = struct.Struct("<BIIIIII")
+TEXT_EVENT = struct.Struct("<BIH")
+MOST_TEXT = 4096  # bytes
+
+
+class FlowLog:
+    """A file of events. ``on_turn()`` is called when a half is full, to write again what the other half's events need."""
+
+    def __init__(self, path: str | os.PathLike[str], on_turn: Callable[[], None], size: int = SIZE) -> None:
+        self._half = (size - HEADER.size) // 2
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, HEADER.size + 2 * self._half)  # sparse: what is not written takes no space
+            self.map = mmap.mmap(fd, HEADER.size + 2 * self._half)
+        finally:
+            os.close(fd)
+        HEADER.pack_into(self.map, 0, MAGIC, self._half)
+        self._on_turn = on_turn
+        self._number = 0
+        self._begin_half()
+
+    def _begin_half(self) -> None:
+        begin = HEADER.size + self._number % 2 * self._half
+        if self._number >= 2:
+            self.map[begin : begin + self._half] = bytes(self._half)
+        self._number += 1
+        NUMBER.pack_into(self.map, begin, self._number)
+        self.at = begin + NUMBER.size
+        self.end = begin + self._half - LINE_EVENT.size  # room for the end
+
+    def turn(self) -> None:
+        """Go on in the other half."""
+        self._begin_half()
+        self._on_turn()
+
+    def line(self, frame: int, line: int) -> None:
+        """Write that a frame begins a line."""
+        if self.at + LINE_EVENT.size > self.end:
+            self.turn()
+        LINE_EVENT.pack_into(self.map, self.at, LINE, frame, line)
+        self.at += LINE_EVENT.size
+
+    def enter(self, frame: int, parent: int, code: int, thread: int, kind: int = ENTER) -> None:
+        """Write that a frame begins, or goes on (RESUME)."""
+        if self.at + ENTER_EVENT.size > self.end:
+            self.turn()
+        ENTER_EVENT.pack_into(self.map, self.at, kind, frame, parent, code, thread)
+        self.at += ENTER_EVENT.size
+
+    def hold(self, frame: int, parent: int, code: int, thread: int, line: int, calls: int) -> None:
+        """Write an open frame at the begin of a half."""
+        if self.at + HELD_EVENT.size <= self.end:
+            HELD_EVENT.pack_into(self.map, self.at, HELD, frame, parent, code, thread, line, calls)
+            self.at += HELD_EVENT.size
+
+    def text(self, kind: int, number: int, text: str) -> None:
+        """Write an event with a text, of which the first `MOST_TEXT` bytes are kept."""
+        data = text.encode(errors="backslashreplace")[:MOST_TEXT]
+        if self.at + TEXT_EVENT.size + len(data) > self.end:
+            if kind == CODE and self._number > 1:  # the table alone fills a half
+                return
+            self.turn()
+        at = self.at + TEXT_EVENT.size
+        self.map[at : at + len(data)] = data
+        TEXT_EVENT.pack_into(self.map, self.at, kind, number, len(data))  # last: a reader sees whole events
+        self.at = at + len(data)

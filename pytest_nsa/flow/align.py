@@ -1,0 +1,242 @@
+"""Align the control flow of two ranks, to the first statement after which they begin other calls.
+
+Two frames of a function are walked in lockstep, statement by statement. Where they differ, the last common statement is the
+candidate. The ranks meet again at the nearest statement behind it that both reach (`Source.meetings`). A difference after which
+they meet, with the same calls begun, changes nothing that others see. Where both execute a statement and begin other calls in it,
+the frames that it called are aligned.
+
+After execution indexing (Xin, Sumner, Zhang: Efficient program execution indexing, PLDI 2008) and dual slicing (Weeratunge, Zhang,
+Sumner, Jagannathan: Analyzing concurrency bugs using dual slicing, ISSTA 2010). The points that must match are the ranks' calls.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pytest_nsa.flow.read import Call, Flow, Frame
+from pytest_nsa.flow.source import END, Source, Statement, read_source
+
+Members = Callable[[str], Sequence[int]]
+Key = tuple[object, ...]
+DEEPEST = 400  # frames, one in the other
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two ranks part: a statement of two frames, by the index of its line in each, and how.
+
+    ``kind`` is branch, loop, callee, exception, argument or end. ``calls`` are the first two calls that differ, for an argument.
+    """
+
+    kind: str
+    frames: tuple[Frame, Frame]
+    at: tuple[int, int]
+    calls: tuple[Call | None, Call | None] = (None, None)
+
+    @property
+    def source(self) -> Source:
+        """The file of the statement."""
+        return read_source(self.frames[0].file)
+
+    @property
+    def line(self) -> int:
+        """The statement's line."""
+        frame, at = self.frames[0], self.at[0]
+        return frame.lines[at] if 0 <= at < len(frame.lines) else frame.first
+
+    @property
+    def statement(self) -> tuple[str, Statement]:
+        """The file, and the statement."""
+        return self.frames[0].file, self.source.statement(self.line)
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two ranks that are compared. ``members`` returns the ranks of a group by its name."""
+
+    one: Flow
+    other: Flow
+    members: Members
+    passed: list[tuple[Frame, int, Frame, int]] = field(default_factory=list)  # differences that changed no call
+
+    def part(self) -> Parting | None:
+        """Return where they part; None where they do not, or where it cannot be seen."""
+        for mine, others in _matched(self.one.roots, self.other.roots):
+            for a, b in zip(mine, others, strict=False):
+                found = self._frames(a, b, 0)
+                if found is not None:
+                    return found
+        return None
+
+    def shared(self, flow: Flow, calls: Sequence[Call]) -> list[Key]:
+        """Return what must be equal of some calls: of those on groups of both ranks, and between the two."""
+        return [key for call in calls if (key := self.key_of(flow, call)) is not None]
+
+    def key_of(self, flow: Flow, call: Call) -> Key | None:
+        """Return what must be equal of a call; None of one that does not concern the other rank."""
+        other = self.other.rank if flow is self.one else self.one.rank
+        if call.kind in ("set", "wait"):
+            return None
+        if call.kind in ("send", "receive"):
+            return ("message", call.note) if call.peer == other else None
+        group = self.members(call.group)
+        if group and not {self.one.rank, self.other.rank} <= set(group):
+            return None
+        return (call.op, call.group if group else "", call.what, call.root)
+
+    def _frames(self, a: Frame, b: Frame, depth: int) -> Parting | None:
+        """Return where the ranks part in two frames of one function."""
+        if a.file != b.file or a.name != b.name or depth > DEEPEST:
+            return None
+        source = read_source(a.file)
+        mine = [source.statement(line) for line in a.lines]
+        others = [source.statement(line) for line in b.lines]
+        i = j = 0
+        while True:
+            here, there = _statement(a, mine, i), _statement(b, others, j)
+            if (here is None and there is None) or here == END == there:
+                return None
+            if here == there:
+                found = self._in_statement(a, i, b, j, depth)
+                if found is not None:
+                    return found
+                i, j = i + 1, j + 1
+                continue
+            if (
+                here is None or there is None or i == 0 or j == 0
+            ):  # one is still in the statement that the other has finished
+                return None
+            met = _meet(source, a, mine, i, b, others, j)
+            if met is None and self._are_roles(a, i - 1, b, j - 1):
+                return None
+            if met is None or not self._began_the_same(a, i - 1, met[0], b, j - 1, met[1]):
+                return self._parting(source, a, i - 1, b, j - 1)
+            self.passed.append((a, i - 1, b, j - 1))
+            i, j = met
+
+    def _in_statement(self, a: Frame, i: int, b: Frame, j: int, depth: int) -> Parting | None:
+        """Return where the ranks part inside a statement that both execute: in the frames that it called, or in its calls."""
+        mine, others = self.shared(self.one, a.calls.get(i, ())), self.shared(self.other, b.calls.get(j, ()))
+        is_last = a.is_open and i + 1 >= len(a.lines), b.is_open and j + 1 >= len(b.lines)
+        if mine == others and not any(is_last):
+            return None
+        found = self._callees(a, i, b, j, depth)
+        if found is not None or mine == others:
+            return found
+        different = next((k for k, (x, y) in enumerate(zip(mine, others, strict=False)) if x != y), None)
+        if different is not None:
+            calls = (
+                self._call(self.one, a, i, different), self._call(self.other, b, j, different),
+            )  # fmt: skip
+            return Parting("argument", (a, b), (i, j), calls)
+        if not any(is_last) or all(is_last):
+            return Parting("callee", (a, b), (i, j))
+        return None
+
+    def _call(self, flow: Flow, frame: Frame, index: int, number: int) -> Call:
+        return [call for call in frame.calls[index] if self.key_of(flow, call) is not None][number]
+
+    def _callees(self, a: Frame, i: int, b: Frame, j: int, depth: int) -> Parting | None:
+        """Return where the ranks part in the frames that a statement called. They are matched by name."""
+        mine, others = a.children.get(i, []), b.children.get(j, [])
+        a_names, b_names = ([(f.file, f.name, f.first) for f in frames] for frames in (mine, others))
+        for tag, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a_names, b_names, autojunk=False).get_opcodes():
+            if tag == "equal":
+                for x, y in zip(mine[a0:a1], others[b0:b1], strict=True):
+                    found = self._frames(x, y, depth + 1)
+                    if found is not None:
+                        return found
+            elif any(self._concerns(self.one, f) for f in mine[a0:a1]) or any(
+                self._concerns(self.other, f) for f in others[b0:b1]
+            ):
+                return Parting("callee", (a, b), (i, j))
+        return None
+
+    def _concerns(self, flow: Flow, frame: Frame) -> bool:
+        """Return whether a frame began a call that concerns the other rank, or is still open."""
+        return frame.is_open or bool(self.shared(flow, frame.calls_from(-1)))
+
+    def _are_roles(self, a: Frame, i: int, b: Frame, j: int) -> bool:
+        """Return whether ranks that do not meet again have different parts: each began calls, and those of both fit so far."""
+        mine, others = self._calls_from(self.one, a, i), self._calls_from(self.other, b, j)
+        if min(len(mine), len(others)) < 2:
+            return False
+        return self._collectives(self.one, mine) == self._collectives(self.other, others)
+
+    def _calls_from(self, flow: Flow, frame: Frame, index: int) -> list[Call]:
+        before = len(frame.calls_from(-1, index))
+        return flow.calls.get(frame.thread, [])[frame.begun_at + before :]
+
+    def _collectives(self, flow: Flow, calls: Sequence[Call]) -> list[Key]:
+        found = ((call, self.key_of(flow, call)) for call in calls)
+        return [key for call, key in found if key is not None and call.kind == "collective"]
+
+    def _began_the_same(self, a: Frame, i: int, i2: int, b: Frame, j: int, j2: int) -> bool:
+        """Return whether both began the same shared calls from a statement on until they meet."""
+        return self.shared(self.one, a.calls_from(i, i2)) == self.shared(self.other, b.calls_from(j, j2))
+
+    def _parting(self, source: Source, a: Frame, i: int, b: Frame, j: int) -> Parting:
+        node = source.statement(a.lines[i])
+        if (i in a.raised) != (j in b.raised):
+            a, i, b, j = _innermost_raise(a, i, b, j)
+            kind = "exception"
+        else:
+            kind = "loop" if type(node).__name__ in ("For", "AsyncFor", "While") else "branch"
+        return Parting(kind, (a, b), (i, j))
+
+
+def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Frame, int]:
+    """Return the innermost statement that raised on one rank and not on the other, in the frames that both called."""
+    while True:
+        raising, is_first = (a, True) if i in a.raised else (b, False)
+        inner = next((f for f in raising.children.get(i if is_first else j, ())[::-1] if f.raised), None)
+        others = (b.children.get(j, ()) if is_first else a.children.get(i, ()))[::-1]
+        like = next((f for f in others if inner is not None and (f.file, f.name) == (inner.file, inner.name)), None)
+        if inner is None or like is None:
+            return a, i, b, j
+        at = max(inner.raised)
+        there = next((k for k, line in enumerate(like.lines) if line == inner.lines[at]), None) if at >= 0 else None
+        if there is None or there in like.raised:
+            return a, i, b, j
+        a, i, b, j = (inner, at, like, there) if is_first else (like, there, inner, at)
+
+
+def _matched(mine: list[Frame], others: list[Frame]) -> list[tuple[list[Frame], list[Frame]]]:
+    """Return the outermost frames of the same function and kind of thread, in their order; the first thread first."""
+    found: dict[tuple[str, str, int], tuple[list[Frame], list[Frame]]] = {}
+    for side, frames in enumerate((mine, others)):
+        for frame in frames:
+            found.setdefault((frame.file, frame.name, frame.first), ([], []))[side].append(frame)
+    return sorted(found.values(), key=lambda pair: min((f.thread for f in pair[0]), default=1 << 30))
+
+
+def _statement(frame: Frame, statements: list[Statement], index: int) -> Statement | str | None:
+    """Return a frame's statement, its end behind the last one, or None behind the last one of an open frame."""
+    if index < len(statements):
+        return statements[index]
+    return None if frame.is_open else END
+
+
+def _meet(
+    source: Source, a: Frame, mine: list[Statement], i: int, b: Frame, others: list[Statement], j: int
+) -> tuple[int, int] | None:
+    """Return the indices at which two ranks that part behind their statements i - 1 and j - 1 meet again."""
+    for target, loops in source.meetings(mine[i - 1]):
+        here, there = _find(a, mine, i, target, loops), _find(b, others, j, target, loops)
+        if here is not None and there is not None:
+            return here, there
+    return None
+
+
+def _find(
+    frame: Frame, statements: list[Statement], index: int, target: Statement | str, loops: Sequence[object]
+) -> int | None:
+    """Return the index of the next execution of a statement before another iteration of the loops around it begins."""
+    for k in range(index, len(statements)):
+        if statements[k] == target:
+            return k
+        if any(statements[k] is loop for loop in loops):
+            return None
+    return len(statements) if target == END and not frame.is_open else None

@@ -1,0 +1,131 @@
+"""The first divergence of a test's ranks: the statement at which they parted, what each did there, and why."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pytest_nsa.flow.align import Pair, Parting
+from pytest_nsa.flow.read import Flow, Frame
+from pytest_nsa.flow.reasons import Step, differing, is_library, place, side, trace_back
+from pytest_nsa.flow.source import read_source
+
+MOST_PAIRS = 64
+Members = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDivergence:
+    """The statement at which ranks parted. ``kind``: branch, loop, callee, exception or argument.
+
+    ``where`` is the user's line; ``within`` that of a library which it called, '' where the ranks parted in the user's code.
+    ``outcomes`` has the ranks by what they did there; ``values`` the names that it reads and that differ, by rank;
+    ``because`` the lines that set these, backwards.
+    """
+
+    kind: str
+    where: str
+    statement: str
+    outcomes: dict[str, tuple[int, ...]]
+    values: dict[str, dict[int, str]] = field(default_factory=dict)
+    because: tuple[Step, ...] = ()
+    within: str = ""
+
+    @property
+    def exceptional(self) -> tuple[int, ...]:
+        """The ranks of the rarer outcome; all where none is rarer."""
+        most = max(map(len, self.outcomes.values()))
+        rare = [ranks for ranks in self.outcomes.values() if len(ranks) < most]
+        return tuple(sorted(itertools.chain.from_iterable(rare or self.outcomes.values())))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FirstDivergence:
+        """Build it from what `to_json` returned, as JSON reads it."""
+        return cls(
+            kind=data["kind"],
+            where=data["where"],
+            statement=data["statement"],
+            outcomes={name: tuple(ranks) for name, ranks in data["outcomes"].items()},
+            values={name: {int(r): v for r, v in of.items()} for name, of in data["values"].items()},
+            because=tuple(Step(**{**step, "values": tuple(step["values"])}) for step in data["because"]),
+            within=data["within"],
+        )
+
+
+def find_first(flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence[int]] = ()) -> FirstDivergence | None:
+    """Return where the ranks of ``flows`` parted first; None where no two of them did, or where it cannot be seen.
+
+    ``members`` returns the ranks of a group by its name; ``stuck`` are the ranks of each call that cannot complete. Without any,
+    all ranks are compared.
+    """
+    by_rank = {flow.rank: flow for flow in flows}
+    found: list[tuple[Parting, Pair]] = []
+    for one, other in list(_pairs(sorted(by_rank), list(stuck)))[:MOST_PAIRS]:
+        pair = Pair(by_rank[one], by_rank[other], members)
+        parting = pair.part()
+        if parting is not None:
+            found.append((parting, pair))
+    if not found:
+        return None
+    number = Counter(parting.statement for parting, _ in found)
+    first = min(found, key=lambda f: (_calls_before(f), -number[f[0].statement]))[0].statement
+    here = [(parting, pair) for parting, pair in found if parting.statement == first]
+    return _described(here, by_rank)
+
+
+def _calls_before(found: tuple[Parting, Pair]) -> int:
+    """Return how many calls of both ranks had begun before they parted."""
+    parting, pair = found
+    frame, at = parting.frames[0], parting.at[0]
+    begun = frame.begun_at + len(frame.calls_from(-1, at))
+    return len(pair.shared(pair.one, pair.one.calls.get(frame.thread, [])[:begun]))
+
+
+def _pairs(ranks: Sequence[int], stuck: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:
+    for one, other in itertools.combinations(ranks, 2):
+        if not stuck or any(one in group and other in group for group in stuck):
+            yield one, other
+
+
+def _described(here: Sequence[tuple[Parting, Pair]], by_rank: Mapping[int, Flow]) -> FirstDivergence:
+    outcomes: defaultdict[str, set[int]] = defaultdict(set)
+    values: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for parting, pair in here:
+        ranks = pair.one.rank, pair.other.rank
+        for which, rank in enumerate(ranks):
+            outcomes[side(parting, which)].add(rank)
+        for name, texts in differing(parting).items():
+            values[name].update(zip(ranks, texts, strict=True))
+    parting, pair = here[0]
+    frame, at = parting.frames[0], parting.at[0]
+    within, shown = "", frame
+    line = parting.line
+    if is_library(frame.file):
+        within = f"{place(frame, line)}: {parting.source.head(line)}"
+        caller, caller_at = _user_frame(frame, at)
+        if caller is not None:
+            shown, line = caller, caller.lines[caller_at]
+    return FirstDivergence(
+        kind=parting.kind,
+        where=place(shown, line),
+        statement=read_source(shown.file).head(line),
+        outcomes={name: tuple(sorted(ranks)) for name, ranks in sorted(outcomes.items())},
+        values={name: dict(sorted(of.items())) for name, of in values.items()},
+        because=tuple(trace_back(parting, (pair.one, pair.other))),
+        within=within,
+    )
+
+
+def _user_frame(frame: Frame, at: int) -> tuple[Frame | None, int]:
+    """Return the innermost frame of the user's at or above a library's, and the index of its line."""
+    found: Frame | None = frame
+    while found is not None and is_library(found.file):
+        at, found = found.above_at, found.above
+    return (found, at) if found is not None and 0 <= at < len(found.lines) else (None, -1)

@@ -1,0 +1,236 @@
+"""Read a rank's recorded control flow: frames, the lines that each executed, the values that lines set, and calls."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.wire.files import read_bytes
+
+# The format that `nsa.trace.flow.log` writes and describes.
+FILE = "flow.bin"
+MAGIC = b"NSAFLOW1"
+LARGEST = 256 << 20  # bytes of a file
+LINE, ENTER, LEAVE, SET, READ, RAISED, CALL, CODE, HELD, RESUME = range(1, 11)
+_HEADER = struct.Struct("<8sQ")
+_NUMBER = struct.Struct("<I")
+_TWO = struct.Struct("<II")
+_FOUR = struct.Struct("<IIII")
+_SIX = struct.Struct("<IIIIII")
+_TEXT = struct.Struct("<IH")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that ranks must match. ``kind`` is collective, send, receive, set (a key) or wait (for a key).
+
+    ``place`` is (frame, index of its line). ``peer``, ``root``: ranks, -1 where there is none. ``what`` describes operation,
+    type, number of elements and reduction; ``key`` is the store's.
+    """
+
+    kind: str
+    op: str
+    group: str
+    what: str
+    peer: int
+    root: int
+    note: str
+    key: str
+    place: tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A call of a function of the program. ``lines`` are those that it executed.
+
+    By index of the line: ``children``; ``values`` (name -> text) that the line set, ``reads`` by which it decided, ``raised``, and the
+    ``calls`` that it began, also those in functions that it called. ``begun_at`` is how many calls the thread had begun before.
+    ``is_cut``: its begin was not kept.
+    """
+
+    number: int
+    parent: int
+    file: str
+    name: str
+    first: int
+    thread: int
+    begun_at: int = 0
+    lines: list[int] = field(default_factory=list)
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+    children: dict[int, list[Frame]] = field(default_factory=dict)
+    values: dict[int, dict[str, str]] = field(default_factory=dict)
+    reads: dict[int, dict[str, str]] = field(default_factory=dict)
+    raised: dict[int, str] = field(default_factory=dict)
+    is_open: bool = True  # it had not returned when the recording ended
+    returned: str = ""
+    is_cut: bool = False
+    above: Frame | None = None
+    above_at: int = -1  # index of the parent's line
+
+    def calls_from(self, begin: int, end: int | None = None) -> list[Call]:
+        """Return the calls that the lines of the indices from ``begin`` to before ``end`` began, in their order."""
+        return [
+            call
+            for index in sorted(self.calls)
+            if begin <= index and (end is None or index < end)
+            for call in self.calls[index]
+        ]
+
+
+@dataclass(slots=True)
+class Flow:
+    """The control flow of a rank: the outermost frames, and the calls of each thread, in their order."""
+
+    rank: int
+    roots: list[Frame] = field(default_factory=list)
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+    sets: list[tuple[str, str, Frame, int]] = field(
+        default_factory=list
+    )  # of attributes: chain, value, frame, index of the line
+    is_cut: bool = False  # the begin was not kept
+
+
+def read_flow(path: Path, rank: int) -> Flow | None:
+    """Return what a rank recorded; None without a file that can be read. Raise nothing for a damaged one: what is whole counts."""
+    try:
+        data = read_bytes(path, LARGEST)
+    except (OSError, ValueError):
+        return None
+    flow = Flow(rank)
+    reader = _Reader(flow)
+    try:
+        for begin, end in _halves(data):
+            reader.read(data, begin, end)
+    except (struct.error, LookupError, ValueError, TypeError):  # a damaged end
+        pass
+    return flow if flow.roots else None
+
+
+def _halves(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the begin and the end of the halves' events, the older half first."""
+    magic, half = _HEADER.unpack_from(data)
+    if magic != MAGIC or len(data) < _HEADER.size + 2 * half:
+        return
+    found = []
+    for k in range(2):
+        begin = _HEADER.size + k * half
+        (number,) = _NUMBER.unpack_from(data, begin)
+        if number:
+            found.append((number, begin + _NUMBER.size, begin + half))
+    for _, begin, end in sorted(found):
+        yield begin, end
+
+
+class _Reader:
+    """Builds a flow from its events."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.codes: dict[int, tuple[str, str, int]] = {}
+        self.frames: dict[int, Frame] = {}
+
+    def read(self, data: bytes, at: int, end: int) -> None:
+        """Read the events of a half."""
+        frames = self.frames
+        while at < end:
+            kind = data[at]
+            at += 1
+            if kind == LINE:
+                number, line = _TWO.unpack_from(data, at)
+                at += 8
+                frame = frames.get(number)
+                if frame is not None:
+                    frame.lines.append(line)
+            elif kind == ENTER:
+                self._enter(*_FOUR.unpack_from(data, at))
+                at += 16
+            elif kind == RESUME:
+                number, parent, _, _ = _FOUR.unpack_from(data, at)
+                at += 16
+                if number in frames:
+                    self._place(frames[number], parent)
+            elif kind == HELD:
+                self._hold(*_SIX.unpack_from(data, at))
+                at += 24
+            elif kind in (LEAVE, SET, READ, RAISED, CALL, CODE):
+                number, size = _TEXT.unpack_from(data, at)
+                at += 6
+                self._text(kind, number, data[at : at + size].decode(errors="replace"))
+                at += size
+            else:
+                return
+
+    def _enter(self, number: int, parent: int, code: int, thread: int) -> Frame:
+        frame = Frame(number, parent, *self.codes[code], thread)
+        frame.begun_at = len(self.flow.calls.setdefault(thread, []))
+        self.frames[number] = frame
+        self._place(frame, parent)
+        if frame.above is None:
+            self.flow.roots.append(frame)
+        else:
+            frame.above.children.setdefault(frame.above_at, []).append(frame)
+        return frame
+
+    def _place(self, frame: Frame, parent: int) -> None:
+        """Set the frame, and the index of its line, that called a frame, or that a generator's frame gives its next value to."""
+        above = self.frames.get(parent)
+        frame.above, frame.above_at = above, len(above.lines) - 1 if above is not None else -1
+
+    def _hold(self, number: int, parent: int, code: int, thread: int, line: int, calls: int) -> None:
+        if number in self.frames:
+            return
+        self.flow.is_cut = True
+        known = self.flow.calls.setdefault(thread, [])
+        known += [_LOST] * (calls - len(known))
+        frame = self._enter(number, parent, code, thread)
+        frame.is_cut = True
+        frame.lines.append(line)
+
+    def _text(self, kind: int, number: int, text: str) -> None:
+        if kind == CODE:
+            file, name, first = text.split("\0")
+            self.codes[number] = file, name, int(first)
+            return
+        frame = self.frames.get(number)
+        if kind == CALL:
+            thread = frame.thread if frame is not None else 0
+            place = (number, len(frame.lines) - 1) if frame is not None else (0, -1)
+            call = _call(json.loads(text), place)
+            self.flow.calls.setdefault(thread, []).append(call)
+            at = len(frame.lines) - 1 if frame is not None else -1
+            while frame is not None:
+                frame.calls.setdefault(at, []).append(call)
+                frame, at = frame.above, frame.above_at
+        elif frame is None:
+            return
+        elif kind == LEAVE:
+            frame.is_open, frame.returned = False, text
+        elif kind == RAISED:
+            frame.raised[len(frame.lines) - 1] = text
+        else:
+            name, _, value = text.partition("\0")
+            held = frame.values if kind == SET else frame.reads
+            held.setdefault(len(frame.lines) - 1, {})[name] = value
+            if kind == SET and "." in name:
+                self.flow.sets.append((name, value, frame, len(frame.lines) - 1))
+
+
+def _call(facts: dict[str, Any], place: tuple[int, int]) -> Call:
+    return Call(
+        kind=str(facts.get("kind", "collective")),
+        op=str(facts.get("op", "")),
+        group=str(facts.get("group", "")),
+        what=str(facts.get("what", "")),
+        peer=int(facts.get("peer", -1)),
+        root=int(facts.get("root", -1)),
+        note=str(facts.get("note", "")),
+        key=str(facts.get("key", "")),
+        place=place,
+    )
+
+
+_LOST = Call("lost", "", "", "", -1, -1, "", "", (0, -1))

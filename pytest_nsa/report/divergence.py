@@ -1,0 +1,41 @@
+"""A first divergence as lines of text: the statement, what each side did there with which values, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
+from pytest_nsa.flow.first import FirstDivergence
+
+SECOND_RUN = "second_run"  # the kind of the fact that states what a second run showed
+MOST_STEPS = 3
+
+
+def divergence_of(verdict: Verdict) -> FirstDivergence | None:
+    """Return the first divergence that a verdict holds; None without one, or for one that cannot be read."""
+    try:
+        return FirstDivergence.from_json(verdict.first_divergence) if verdict.first_divergence else None
+    except (LookupError, TypeError, ValueError, AttributeError):  # of a file that any program may have written
+        return None
+
+
+def describe_divergence(verdict: Verdict) -> list[str]:
+    """Return the lines that the terminal shows of a verdict's first divergence; [] without one."""
+    found = divergence_of(verdict)
+    if found is None:
+        return []
+    out = [f"  diverged {found.where.partition(' in ')[0]}  {found.statement}"]
+    if found.within:
+        out.append(f"           in {found.within}")
+    for outcome, ranks in found.outcomes.items():
+        values = "   ".join(f"{name} = {_value(of, ranks)}" for name, of in found.values.items() if _value(of, ranks))
+        out.append(f"           {describe_ranks(ranks, verdict.world_size)}: {outcome}   {values}".rstrip())
+    for step in [step for step in found.because if step.where][:MOST_STEPS]:
+        by_right = f" (by {step.by_right})" if step.by_right else ""
+        out.append(f"  because  {step.name} is set at {step.where.partition(' in ')[0]}: {step.statement}{by_right}")
+    return out
+
+
+def _value(of: Mapping[int, str], ranks: Sequence[int]) -> str:
+    texts = list(dict.fromkeys(of[rank] for rank in ranks if rank in of))
+    return " or ".join(texts[:3])
