@@ -47,8 +47,8 @@ class Call:
 class Frame:
     """A call of a function of the program. ``lines`` are those that it executed.
 
-    By index of the line: ``children``; ``values`` (name -> text) that the line set, ``reads`` by which it decided, ``raised``, and the
-    ``calls`` that it began, also those in functions that it called. ``begun_at`` is how many calls the thread had begun before.
+    By index of the line: ``children``; ``values`` (name -> text) that the line set, ``reads`` by which it decided, ``raised``,
+    and the ``calls`` that it began, also those in functions that it called. The thread had begun ``begun_at`` calls before.
     ``is_cut``: its begin was not kept.
     """
 
@@ -204,7 +204,7 @@ class _Reader:
             at = len(frame.lines) - 1 if frame is not None else -1
             while frame is not None:
                 frame.calls.setdefault(at, []).append(call)
-                frame, at = frame.above, frame.above_at
+                at, frame = frame.above_at, frame.above
         elif frame is None:
             return
         elif kind == LEAVE:

@@ -244,11 +244,11 @@ class _Settrace:
 
     def start(self) -> None:
         self._before = sys.gettrace(), threading.gettrace()
-        threading.settrace(self._begin)  # type: ignore[arg-type]
-        sys.settrace(self._begin)  # type: ignore[arg-type]
+        threading.settrace(self._begin)
+        sys.settrace(self._begin)
 
     def stop(self) -> None:
-        threading.settrace(self._before[1])  # type: ignore[arg-type]
+        threading.settrace(self._before[1])
         sys.settrace(self._before[0])
 
     def call_begins(self) -> None:
