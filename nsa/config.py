@@ -64,6 +64,7 @@ VARIABLES: dict[str, Variable] = {
     "NSA_FORCE_BRANCH": Variable("model.force_branch", "cmp|sel|win", "one branch alone"),
     "NSA_MEM_DUMP_EVERY": Variable("trace.mem_dump_every", "N", "memory report every N steps (0: never)"),
     "NSA_TRACE_DIR": Variable("", "path", "where any training leaves evidence for pytest-nsa watch and diagnose"),
+    "NSA_TRACE_FLOW": Variable("", "0|1", "record the ranks' control flow, by which diagnose finds where they part"),
     "NSA_TRACE_LEVEL": Variable("", "full|light", "light: evidence of collectives and a heartbeat alone"),
     "NSA_USE_FA2": Variable("", "0|1", "flash-attn for the branches that can use it"),
     "TORCH_BACKEND": Variable("parallel.backend", "nccl|gloo", "the process group's backend"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nsa.trace.board import Board
 from nsa.trace.calls import thread_starts
@@ -20,7 +21,11 @@ from nsa.trace.stall.exits import note_own_end
 from nsa.trace.stall.heartbeat import Heartbeat
 from nsa.trace.stall.thread_errors import forget_thread_errors, report_thread_errors
 
+if TYPE_CHECKING:
+    from nsa.trace.flow.recorder import FlowRecorder
+
 LEVEL, LEVELS = "NSA_TRACE_LEVEL", ("full", "light")
+FLOW = "NSA_TRACE_FLOW"  # 1: record the ranks' control flow
 
 _current: TraceSession | None = None
 
@@ -34,6 +39,11 @@ def is_light() -> bool:
     if level not in LEVELS:
         raise ValueError(f"{LEVEL}={level!r}: must be full or light")
     return level == "light"
+
+
+def is_flow_wanted() -> bool:
+    """Return whether the control flow of ranks is to be recorded."""
+    return os.environ.get(FLOW, "0") not in ("", "0")
 
 
 class TraceSession:
@@ -105,6 +115,14 @@ class TraceSession:
             lambda future: record(Path(folder), event="future_asked", future=future),
         )
         self.heartbeat.start()
+
+    def begin_flow(self, folder: Path) -> FlowRecorder:
+        """Return what records this rank's control flow and its calls in ``folder``; it starts later."""
+        from nsa.trace.flow.recorder import FlowRecorder  # most runs do without
+
+        flow = FlowRecorder(folder / "flow.bin")
+        self.recorder.on_call = self.recorder.stores.on_call = flow.call
+        return flow
 
     def end(self, settle_s: float = 0.0) -> None:
         """End the trace, with a last heartbeat.

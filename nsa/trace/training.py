@@ -29,7 +29,7 @@ from nsa.trace.frames import UNUSUAL_LIBRARIES, call_site
 from nsa.trace.gradients import report_gradients
 from nsa.trace.memory import limit_mib
 from nsa.trace.secrets import masked_arguments
-from nsa.trace.session import installed
+from nsa.trace.session import installed, is_flow_wanted
 from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
@@ -61,6 +61,9 @@ class TracedTraining:
         self.session = installed()
         self.session.begin(self.folder, rank, world_size, label, beats=run)
         record_models(self.session.observer, self.folder, self.session.heartbeat)
+        self.flow = self.session.begin_flow(self.folder) if is_flow_wanted() else None
+        if self.flow is not None:
+            self.flow.start()
         self.board = self.session.board
         self.board.phase("body")
         self._pid, self._hook, self._ended = os.getpid(), sys.excepthook, False
@@ -117,6 +120,8 @@ class TracedTraining:
         if error is not None:  # first: a signal handler may raise during this call, and then `end` records that, too
             record_exception(self.folder, error, "call")
         self._ended = True
+        if self.flow is not None:
+            self.flow.stop()
         sys.excepthook = self._hook
         if (sys.exit, os._exit) == self._exiting_by:
             sys.exit, os._exit = self._before

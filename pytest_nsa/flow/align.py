@@ -11,6 +11,7 @@ Sumner, Jagannathan: Analyzing concurrency bugs using dual slicing, ISSTA 2010).
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,9 @@ class Parting:
     def line(self) -> int:
         """The statement's line."""
         frame, at = self.frames[0], self.at[0]
-        return frame.lines[at] if 0 <= at < len(frame.lines) else frame.first
+        line = frame.lines[at] if 0 <= at < len(frame.lines) else frame.first
+        node = self.source.statement(line)
+        return node.lineno if isinstance(node, ast.Match) else line
 
     @property
     def statement(self) -> tuple[str, Statement]:
@@ -88,7 +91,7 @@ class Pair:
 
     def _frames(self, a: Frame, b: Frame, depth: int) -> Parting | None:
         """Return where the ranks part in two frames of one function."""
-        if a.file != b.file or a.name != b.name or depth > DEEPEST:
+        if a.function != b.function or depth > DEEPEST:
             return None
         source = read_source(a.file)
         mine = [source.statement(line) for line in a.lines]
@@ -131,9 +134,8 @@ class Pair:
                 self._call(self.one, a, i, different), self._call(self.other, b, j, different),
             )  # fmt: skip
             return Parting("argument", (a, b), (i, j), calls)
-        if not any(is_last) or all(is_last):
-            return Parting("callee", (a, b), (i, j))
-        return None
+        begun = [len([c for c in f.calls.get(k, ()) if c.place == (f.number, k)]) for f, k in ((a, i), (b, j))]
+        return Parting("callee", (a, b), (i, j)) if begun[0] != begun[1] and not any(is_last) else None
 
     def _call(self, flow: Flow, frame: Frame, index: int, number: int) -> Call:
         return [call for call in frame.calls[index] if self.key_of(flow, call) is not None][number]
@@ -141,7 +143,7 @@ class Pair:
     def _callees(self, a: Frame, i: int, b: Frame, j: int, depth: int) -> Parting | None:
         """Return where the ranks part in the frames that a statement called. They are matched by name."""
         mine, others = a.children.get(i, []), b.children.get(j, [])
-        a_names, b_names = ([(f.file, f.name, f.first) for f in frames] for frames in (mine, others))
+        a_names, b_names = ([f.function for f in frames] for frames in (mine, others))
         for tag, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a_names, b_names, autojunk=False).get_opcodes():
             if tag == "equal":
                 for x, y in zip(mine[a0:a1], others[b0:b1], strict=True):
@@ -193,7 +195,7 @@ def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Fr
         raising, is_first = (a, True) if i in a.raised else (b, False)
         inner = next((f for f in raising.children.get(i if is_first else j, ())[::-1] if f.raised), None)
         others = (b.children.get(j, ()) if is_first else a.children.get(i, ()))[::-1]
-        like = next((f for f in others if inner is not None and (f.file, f.name) == (inner.file, inner.name)), None)
+        like = next((f for f in others if inner is not None and f.function == inner.function), None)
         if inner is None or like is None:
             return a, i, b, j
         at = max(inner.raised)
@@ -205,10 +207,10 @@ def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Fr
 
 def _matched(mine: list[Frame], others: list[Frame]) -> list[tuple[list[Frame], list[Frame]]]:
     """Return the outermost frames of the same function and kind of thread, in their order; the first thread first."""
-    found: dict[tuple[str, str, int], tuple[list[Frame], list[Frame]]] = {}
+    found: dict[tuple[str, str, int, str], tuple[list[Frame], list[Frame]]] = {}
     for side, frames in enumerate((mine, others)):
         for frame in frames:
-            found.setdefault((frame.file, frame.name, frame.first), ([], []))[side].append(frame)
+            found.setdefault(frame.function, ([], []))[side].append(frame)
     return sorted(found.values(), key=lambda pair: min((f.thread for f in pair[0]), default=1 << 30))
 
 

@@ -36,10 +36,10 @@ class FirstDivergence:
 
     @property
     def exceptional(self) -> tuple[int, ...]:
-        """The ranks of the rarer outcome; all where none is rarer."""
+        """The ranks of the rarer outcomes; () where there is no majority."""
         most = max(map(len, self.outcomes.values()))
         rare = [ranks for ranks in self.outcomes.values() if len(ranks) < most]
-        return tuple(sorted(itertools.chain.from_iterable(rare or self.outcomes.values())))
+        return tuple(sorted(itertools.chain.from_iterable(rare)))
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.wire.files import read_bytes
+from pytest_nsa.wire.files import open_to_read
 
 # The format that `nsa.trace.flow.log` writes and describes.
 FILE = "flow.bin"
 MAGIC = b"NSAFLOW1"
-LARGEST = 256 << 20  # bytes of a file
+LARGEST = 128 << 20  # bytes of a half
+_PART, _ZEROS = 1 << 20, 256  # bytes that are read at a time, and that are zeros behind the last event
 LINE, ENTER, LEAVE, SET, READ, RAISED, CALL, CODE, HELD, RESUME = range(1, 11)
 _HEADER = struct.Struct("<8sQ")
 _NUMBER = struct.Struct("<I")
@@ -57,6 +58,7 @@ class Frame:
     file: str
     name: str
     first: int
+    checksum: str  # of its code
     thread: int
     begun_at: int = 0
     lines: list[int] = field(default_factory=list)
@@ -70,6 +72,11 @@ class Frame:
     is_cut: bool = False
     above: Frame | None = None
     above_at: int = -1  # index of the parent's line
+
+    @property
+    def function(self) -> tuple[str, str, int, str]:
+        """What identifies its function."""
+        return self.file, self.name, self.first, self.checksum
 
     def calls_from(self, begin: int, end: int | None = None) -> list[Call]:
         """Return the calls that the lines of the indices from ``begin`` to before ``end`` began, in their order."""
@@ -96,33 +103,36 @@ class Flow:
 
 def read_flow(path: Path, rank: int) -> Flow | None:
     """Return what a rank recorded; None without a file that can be read. Raise nothing for a damaged one: what is whole counts."""
-    try:
-        data = read_bytes(path, LARGEST)
-    except (OSError, ValueError):
-        return None
     flow = Flow(rank)
     reader = _Reader(flow)
     try:
-        for begin, end in _halves(data):
-            reader.read(data, begin, end)
-    except (struct.error, LookupError, ValueError, TypeError):  # a damaged end
+        for events in _halves(path):
+            reader.read(events)
+    except (OSError, struct.error, LookupError, ValueError, TypeError):  # absent, or with a damaged end
         pass
     return flow if flow.roots else None
 
 
-def _halves(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of the halves' events, the older half first."""
-    magic, half = _HEADER.unpack_from(data)
-    if magic != MAGIC or len(data) < _HEADER.size + 2 * half:
-        return
+def _halves(path: Path) -> list[bytes]:
+    """Return the events of the halves, the older half first. What was not written is zeros, and not read."""
+    fd, size = open_to_read(path)
     found = []
-    for k in range(2):
-        begin = _HEADER.size + k * half
-        (number,) = _NUMBER.unpack_from(data, begin)
-        if number:
-            found.append((number, begin + _NUMBER.size, begin + half))
-    for _, begin, end in sorted(found):
-        yield begin, end
+    try:
+        magic, half = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+        if magic != MAGIC or not 0 < half <= LARGEST or size < _HEADER.size + 2 * half:
+            return []
+        for begin in (_HEADER.size, _HEADER.size + half):
+            (number,) = _NUMBER.unpack(os.pread(fd, _NUMBER.size, begin))
+            parts, at = [], begin + _NUMBER.size
+            while number and at < begin + half and (part := os.pread(fd, min(_PART, begin + half - at), at)):
+                parts.append(part)
+                at += len(part)
+                if not any(part[-_ZEROS:]):
+                    break
+            found.append((number, b"".join(parts)))
+    finally:
+        os.close(fd)
+    return [events for number, events in sorted(found) if number]
 
 
 class _Reader:
@@ -130,12 +140,12 @@ class _Reader:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.codes: dict[int, tuple[str, str, int]] = {}
+        self.codes: dict[int, tuple[str, str, int, str]] = {}
         self.frames: dict[int, Frame] = {}
 
-    def read(self, data: bytes, at: int, end: int) -> None:
+    def read(self, data: bytes) -> None:
         """Read the events of a half."""
-        frames = self.frames
+        frames, at, end = self.frames, 0, len(data)
         while at < end:
             kind = data[at]
             at += 1
@@ -192,8 +202,8 @@ class _Reader:
 
     def _text(self, kind: int, number: int, text: str) -> None:
         if kind == CODE:
-            file, name, first = text.split("\0")
-            self.codes[number] = file, name, int(first)
+            file, name, first, checksum = text.split("\0")
+            self.codes[number] = file, name, int(first), checksum
             return
         frame = self.frames.get(number)
         if kind == CALL:

@@ -62,6 +62,11 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow]) -> list[Step]:
         frames, at, depth = todo.pop(0)
         if depth >= MOST_STEPS:
             continue
+        inner = _returned_by_calls(frames, at)
+        if inner is not None:
+            name, mine, others = inner
+            found.append(_step(name, mine, others))
+            todo.append(((mine.frame, others.frame), (mine.index, others.index), depth + 1))
         for name, mine, others in _differing_values(frames, at, flows):
             key = name, mine.frame.file, mine.frame.lines[mine.index] if mine.index >= 0 else mine.frame.first
             if key in seen:
@@ -72,6 +77,17 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow]) -> list[Step]:
             if following is not None and not found[-1].by_right:
                 todo.append((*following, depth + 1))
     return found
+
+
+def _returned_by_calls(frames: tuple[Frame, Frame], at: tuple[int, int]) -> tuple[str, _Value, _Value] | None:
+    """Return the function that a line called and that returned other values on the two ranks, with the lines that returned them."""
+    pairs = zip(*(frame.children.get(k, ()) for frame, k in zip(frames, at, strict=True)), strict=False)
+    for mine, others in pairs:
+        is_one = mine.function == others.function and mine.lines and others.lines
+        if is_one and mine.returned != others.returned and mine.lines[-1] == others.lines[-1]:
+            values = (_Value(f.returned, f, len(f.lines) - 1, is_set=True) for f in (mine, others))
+            return (f"{mine.name}()", *values)  # type: ignore[return-value]
+    return None
 
 
 def _differing_values(
@@ -218,8 +234,9 @@ def side(parting: Parting, which: int) -> str:
         ]
         return " ".join(filter(None, words))
     if parting.kind == "callee":
-        names = list(dict.fromkeys(f.name for f in frame.children.get(at, ())))
-        return f"calls {', '.join(names)}" if names else "calls no function of the program"
+        names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function of the program"
+        begun = ", ".join(dict.fromkeys(call.op for call in frame.calls.get(at, ())))
+        return f"calls {names}" + (f", which begins {begun}" if begun else "")
     node = parting.source.statement(parting.line)
     following = frame.lines[at + 1] if at + 1 < len(frame.lines) else None
     is_in_body = (

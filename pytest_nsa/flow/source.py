@@ -17,7 +17,7 @@ _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 class Source:
-    """A parsed file. Statements are nodes of its tree; a handler and a case count as the statement of their first line."""
+    """A parsed file. Statements are nodes of its tree; a case counts as its match."""
 
     def __init__(self, text: str) -> None:
         self.text = text.splitlines()
@@ -39,10 +39,11 @@ class Source:
                     continue
                 for before, statement in zip([None, *block], block, strict=False):
                     self._parent[statement] = node, name
+                    head = node if isinstance(statement, ast.match_case) else statement  # its match decides
                     if before is not None and name not in ("handlers", "cases"):
                         self._next[before] = statement
                     for line in _lines_of_head(statement):
-                        self._at[line] = statement
+                        self._at[line] = head
                     todo.append(statement)
 
     def statement(self, line: int) -> Statement:

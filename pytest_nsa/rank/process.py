@@ -37,9 +37,6 @@ from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIAB
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from nsa.trace.flow.recorder import FlowRecorder
-    from nsa.trace.session import TraceSession
-
 EXIT_FAILED = 1
 # What DDP, FSDP and optimizers import on first use. It costs a second, and every fork copies the page tables of 80 MB.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
@@ -166,7 +163,7 @@ class RankProcess:
 
         from nsa.trace.frames import UNUSUAL_LIBRARIES, add_user_file
         from nsa.trace.memory import limit_mib
-        from nsa.trace.session import installed
+        from nsa.trace.session import installed, is_flow_wanted
         from nsa.trace.stall.handlers import forget, install, lasting_handlers
         from nsa.trace.stall.threads import lasting_threads
         from nsa.trace.training import record_models
@@ -191,9 +188,9 @@ class RankProcess:
         listen_to_traces()
         trace_log.folder = folder
         memory, imported = AddedMemory(), _late_modules()
-        flow = begin_flow(folder, session) if job.flow else None
+        flow = session.begin_flow(folder) if job.flow or is_flow_wanted() else None
         # A second run executes lines that the first has: its lines do not count.
-        measuring = coverage.start(None if job.flow else job.measures or self._coverage_settings)
+        measuring = coverage.start(None if flow is not None else job.measures or self._coverage_settings)
         names: Mapping[str, Any] = {}
         try:
             if self._hook_error is not None:
@@ -360,15 +357,6 @@ class RankProcess:
         for fd in self._files:
             os.close(fd)
         self._files = [stacks, fatal]
-
-
-def begin_flow(folder: Path, session: TraceSession) -> FlowRecorder:
-    """Return what records this rank's control flow, with its calls; it starts later."""
-    from nsa.trace.flow.recorder import FlowRecorder
-
-    flow = FlowRecorder(folder / "flow.bin")
-    session.recorder.on_call = session.recorder.stores.on_call = flow.call
-    return flow
 
 
 def _redirect_output(folder: Path) -> None:

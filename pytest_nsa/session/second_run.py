@@ -90,18 +90,27 @@ def add_divergence(verdict: Verdict, first: Evidence, second: Evidence, again: V
     changed = replace(verdict, first_divergence=found.to_json())
     if verdict.certain or not verdict.rule.startswith(_BY_WEIGHTS):
         return changed
+    is_known = is_same and bool(found.exceptional)
     return replace(
         changed,
         cause=_cause(found, verdict),
-        ranks=found.exceptional,
+        ranks=_to_blame(found, verdict),
         where=found.where,
-        certain=is_same,
-        confidence=1.0 if is_same else 0.8,
+        certain=is_known,
+        confidence=1.0 if is_known else verdict.confidence,
         reason=_reason(found, verdict),
         advice=_advice(found),
         called_from="",
         terms={},
     )
+
+
+def _to_blame(found: FirstDivergence, verdict: Verdict) -> tuple[int, ...]:
+    """Return the ranks of the rarer outcomes; without a majority the side that the verdict names, else both."""
+    if found.exceptional:
+        return found.exceptional
+    sides = list(found.outcomes.values())
+    return verdict.ranks if verdict.ranks in sides else tuple(sorted(rank for ranks in sides for rank in ranks))
 
 
 def _with_fact(verdict: Verdict, text: str) -> Verdict:

@@ -12,7 +12,7 @@ need. An event begins with its kind; 0 ends a half. Numbers are little-endian.
 | SET, READ | frame u32, text | 'name\\0value': the latest line has set it, or decides by it |
 | RAISED | frame u32, text | an exception is raised in a frame, or passes through it |
 | CALL | frame u32, text | the frame begins a call that ranks must match: a JSON object |
-| CODE | code u32, text | 'file\\0name\\0first line' |
+| CODE | code u32, text | 'file\\0name\\0first line\\0checksum of its code' |
 | HELD | frame u32, parent u32, code u32, thread u32, line u32, calls u32 | an open frame at a half's begin |
 | RESUME | frame u32, parent u32, code u32, thread u32 | a generator's frame goes on, in another one |
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,20 @@ class FlowRecorder:
         """Record from now on, in this thread and in all that are started later."""
         self._tool = _Monitoring(self) if hasattr(sys, "monitoring") else _Settrace(self)
         self._tool.start()
+        self._adopt(sys._getframe(1))
+
+    def _adopt(self, frame: FrameType | None) -> None:
+        """Record the open frames of the program from their present lines on."""
+        frames = []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        for of in reversed(frames):
+            code = self.code_of(of.f_code)
+            if code is not None and self._tool is not None:
+                opened = self.enter(code, of.f_locals)
+                self.line(opened, of.f_lineno, of)
+                self._tool.adopt(of, opened)
 
     def stop(self) -> None:
         """Record no more."""
@@ -99,8 +114,6 @@ class FlowRecorder:
         thread = self._thread
         if self._tool is None or os.getpid() != self._pid:
             return
-        thread.calls += 1
-        self._calls[thread.number] = thread.calls
         self.calls += 1
         for frame in thread.open:
             frame.passes.clear()
@@ -108,6 +121,8 @@ class FlowRecorder:
             frame.unwritten.clear()
         self._tool.call_begins()
         self.log.text(CALL, thread.open[-1].number if thread.open else 0, json.dumps(facts))
+        thread.calls += 1
+        self._calls[thread.number] = thread.calls
 
     def _begin_half(self) -> None:
         for code in self._known:
@@ -124,7 +139,10 @@ class FlowRecorder:
 
     def _write_code(self, code: Code) -> None:
         of = code.code
-        self.log.text(CODE, code.number, f"{of.co_filename}\0{of.co_name}\0{of.co_firstlineno}")
+        # Two lambdas of a line differ in their code alone.
+        self.log.text(
+            CODE, code.number, f"{of.co_filename}\0{of.co_name}\0{of.co_firstlineno}\0{zlib.crc32(of.co_code)}"
+        )
 
     def code_of(self, code: CodeType) -> Code | None:
         """Return what is known of a code object; None where it is not the program's."""
@@ -254,6 +272,10 @@ class _Settrace:
     def call_begins(self) -> None:
         """The lines that are muted are a set of the frame."""
 
+    def adopt(self, frame: FrameType, of: Open) -> None:
+        """Trace a frame that is open already."""
+        frame.f_trace = _trace_of(self.recorder, of)
+
     def _begin(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         recorder = self.recorder
         code = recorder.code_of(frame.f_code)
@@ -300,6 +322,7 @@ class _Monitoring:
         self.recorder = recorder
         self._paused: dict[int, Open] = {}  # by id of the frame of a generator, which lives while it is paused
         self._is_muted = False
+        self._lines: set[CodeType] = set()  # code with events for lines
 
     def start(self) -> None:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
@@ -325,6 +348,10 @@ class _Monitoring:
             monitoring.set_local_events(self.TOOL, code.code, 0)
         monitoring.free_tool_id(self.TOOL)
 
+    def adopt(self, frame: FrameType, of: Open) -> None:
+        """Monitor a frame that is open already."""
+        self._set_local(self.TOOL, frame.f_code, self._line_event)
+
     def call_begins(self) -> None:
         """Record the lines and functions again that were muted."""
         if self._is_muted:
@@ -344,7 +371,8 @@ class _Monitoring:
         known = recorder.code_of(code)
         if known is None or self._is_child():
             return self._disable
-        if not known.entries:
+        if known.code not in self._lines:
+            self._lines.add(code)
             self._set_local(self.TOOL, code, self._line_event)
         if not recorder.is_wanted(known):
             # Until the next call. Its lines are not distinguished from those of a recorded frame of this code that called it.

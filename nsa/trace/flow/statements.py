@@ -84,6 +84,8 @@ def decided_by(node: ast.AST) -> Iterator[ast.expr]:
     match node:
         case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
             yield node.test
+        case ast.Return(value=ast.expr() as value):  # by which a caller decides
+            yield value
         case ast.Match():
             yield node.subject
         case ast.For() | ast.AsyncFor():

@@ -1,0 +1,188 @@
+"""Programs of a rank for the alignment: `call` begins a call that ranks must match. No torch.
+
+The statement at which ranks part ends in ``# HERE``. A program whose name begins with ``fits`` has none: ranks differ, and their
+calls fit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+Call = Callable[..., None]
+
+
+def leaves_a_loop_by_its_own_value(rank: int, call: Call) -> None:
+    best = 9.0
+    for step in range(6):
+        local = 4.0 - step + 3 * (rank == 1 and step == 3)
+        if local > best:  # HERE
+            break
+        best = local
+        call("all_reduce")
+    call("barrier")
+
+
+def skips_a_batch(rank: int, call: Call) -> None:
+    for step in range(5):
+        size = 0 if (rank, step) == (2, 3) else 4
+        if not size:  # HERE
+            continue
+        call("all_reduce")
+
+
+def counts_other_things(rank: int, call: Call) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def step(self, number: int) -> None:
+            self.count += 2 if (rank, number) == (0, 2) else 1
+
+        def is_due(self) -> bool:
+            return self.count % 4 == 0
+
+        def train(self) -> None:
+            for number in range(7):
+                self.step(number)
+                if self.is_due():  # HERE
+                    call("evaluate")
+                call("all_reduce")
+
+    Trainer().train()
+
+
+def makes_more_passes(rank: int, call: Call) -> None:
+    for size in (2, 2, 3 if rank == 1 else 2):
+        for _part in range(size):  # HERE
+            call("all_reduce")
+    call("barrier")
+
+
+def waits_until_it_is_done(rank: int, call: Call) -> None:
+    done = 0
+    while done < 4:  # HERE
+        done += 1 if rank else 2
+        call("all_reduce")
+
+
+def swallows_an_exception(rank: int, call: Call) -> None:
+    def load(step: int) -> int:
+        return [1, 2, 3][step if rank == 0 else min(step, 2)]  # HERE
+
+    for step in range(4):
+        try:
+            load(step)
+        except IndexError:
+            continue
+        call("all_reduce")
+
+
+def returns_early(rank: int, call: Call) -> None:
+    def save(path: str) -> None:
+        if path.endswith("rank0"):  # HERE
+            return
+        call("barrier")
+
+    save(f"out/rank{rank}")
+    call("all_reduce")
+
+
+def calls_another_function(rank: int, call: Call) -> None:
+    hooks: list[Callable[[], None]] = [lambda: call("all_reduce"), lambda: None]
+
+    def run(hook: Callable[[], None]) -> None:
+        hook()  # HERE
+
+    run(hooks[rank == 1])
+    call("barrier")
+
+
+def asks_a_generator_for_more(rank: int, call: Call) -> None:
+    def batches(number: int):
+        yield from range(number)
+
+    for _batch in batches(3 + (rank == 2)):  # HERE
+        call("all_reduce")
+
+
+def goes_deeper(rank: int, call: Call) -> None:
+    def visit(depth: int) -> None:
+        call("all_reduce")
+        if depth < 2 + (rank == 1):  # HERE
+            visit(depth + 1)
+
+    visit(0)
+
+
+def gives_another_size(rank: int, call: Call) -> None:
+    width = 4 if rank else 8
+    call("all_reduce", what=f"float32 x {width}")  # HERE
+
+
+def chooses_in_an_expression(rank: int, call: Call) -> None:
+    flag = rank == 0
+    call("all_reduce") if flag else call("barrier")  # HERE
+
+
+def matches_a_case(rank: int, call: Call) -> None:
+    kind = "train" if rank else "evaluate"
+    match kind:  # HERE
+        case "train":
+            call("all_reduce")
+        case _:
+            pass
+    call("barrier")
+
+
+def parts_in_a_thread(rank: int, call: Call) -> None:
+    def work() -> None:
+        for step in range(4):
+            if (rank, step) != (1, 2):  # HERE
+                call("all_reduce")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def fits_though_one_rank_logs(rank: int, call: Call) -> None:
+    lines = []
+    for step in range(4):
+        if rank == 0:
+            lines.append(f"step {step}")
+        call("all_reduce")
+
+
+def fits_though_one_rank_handles_an_error(rank: int, call: Call) -> None:
+    for step in range(4):
+        try:
+            [][step if rank == 0 else 0 :]
+            if rank == 1:
+                raise ValueError
+        except ValueError:
+            pass
+        call("all_reduce")
+
+
+def fits_though_values_differ(rank: int, call: Call) -> None:
+    total = 0
+    for step in range(rank + 2):
+        total += step
+    call("all_reduce", what="float32 x 1")
+
+
+def fits_though_branches_differ(rank: int, call: Call) -> None:
+    if rank % 2:
+        call("all_reduce")
+    else:
+        call("all_reduce")
+    call("barrier")
+
+
+def fits_though_a_loop_is_long(rank: int, call: Call) -> None:
+    total = 0
+    for step in range(20_000 + 5_000 * rank):
+        if step % 3:
+            total += step
+    call("all_reduce")

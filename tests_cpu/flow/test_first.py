@@ -1,0 +1,122 @@
+"""The statement at which ranks part, by their recorded control flow: with `sys.settrace`, and from Python 3.12 on `sys.monitoring`.
+
+Neither torch nor a process of a rank is needed: each rank of a program runs here, one after another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nsa.trace.flow import log as written
+from nsa.trace.flow.recorder import FlowRecorder
+from nsa.trace.frames import add_user_file
+from pytest_nsa.flow import read as reading
+from pytest_nsa.flow.first import FirstDivergence, find_first
+from pytest_nsa.flow.read import Flow, read_flow
+from tests_cpu.flow import programs
+
+RANKS = 3
+PROGRAMS = {
+    name: f for name, f in vars(programs).items() if inspect.isfunction(f) and f.__module__ == programs.__name__
+}
+FITTING = [name for name in PROGRAMS if name.startswith("fits")]
+PARTING = [name for name in PROGRAMS if name not in FITTING]
+
+
+def record(program: Callable[..., None], folder: Path, rank: int, size: int = written.SIZE) -> Flow:
+    """Run a program as a rank, with its control flow recorded; return what was recorded."""
+    add_user_file(programs.__file__)
+    path = folder / f"{program.__name__}{rank}.bin"
+    recorder = FlowRecorder(path, size)
+
+    recorder.start()
+    try:
+        program(rank, _call_of(recorder))
+    finally:
+        recorder.stop()
+    flow = read_flow(path, rank)
+    assert flow is not None
+    return flow
+
+
+def _call_of(recorder: FlowRecorder) -> programs.Call:
+    """Return a function that is no code of the program, as those of torch are none."""
+    names: dict[str, programs.Call] = {}
+    source = "def call(op, what=''): begin({'kind': 'collective', 'op': op, 'group': '0', 'what': what})"
+    exec(compile(source, "<call>", "exec"), {"begin": recorder.call}, names)
+    return names["call"]
+
+
+def first_of(name: str, folder: Path) -> FirstDivergence | None:
+    """Return the first divergence of a program's ranks."""
+    flows = [record(PROGRAMS[name], folder, rank) for rank in range(RANKS)]
+    return find_first(flows, lambda group: range(RANKS))
+
+
+@pytest.mark.parametrize("name", PARTING)
+def test_the_statement_at_which_ranks_part(name: str, tmp_path: Path) -> None:
+    found = first_of(name, tmp_path)
+    assert found is not None
+    lines, first = inspect.getsourcelines(PROGRAMS[name])
+    (marked,) = (first + n for n, line in enumerate(lines) if line.endswith("# HERE\n"))
+    assert found.where.startswith(f"{programs.__file__}:{marked} in "), found
+    assert sorted(rank for ranks in found.outcomes.values() for rank in ranks) == list(range(RANKS))
+    assert len(found.exceptional) == 1
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_ranks_that_differ_in_nothing_that_others_see_do_not_part(name: str, tmp_path: Path) -> None:
+    assert first_of(name, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "chain"),
+    [
+        ("leaves_a_loop_by_its_own_value", "branch", "local"),
+        ("skips_a_batch", "branch", "size"),
+        ("counts_other_things", "branch", "self.count"),
+        ("makes_more_passes", "loop", "size"),
+        ("waits_until_it_is_done", "loop", "done"),
+        ("swallows_an_exception", "exception", ""),
+        ("gives_another_size", "argument", "width"),
+    ],
+)
+def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_path: Path) -> None:
+    found = first_of(name, tmp_path)
+    assert found is not None
+    assert found.kind == kind
+    assert not chain or chain in {step.name for step in found.because}
+    assert FirstDivergence.from_json(found.to_json()) == found
+
+
+def test_the_reader_knows_the_format_that_the_recorder_writes() -> None:
+    names = ("MAGIC", "LINE", "ENTER", "LEAVE", "SET", "READ", "RAISED", "CALL", "CODE", "HELD", "RESUME")
+    assert [getattr(reading, name) for name in names] == [getattr(written, name) for name in names]
+
+
+def test_a_full_log_keeps_the_newest_events_and_the_open_frames(tmp_path: Path) -> None:
+    def program(rank: int, call: Callable[..., None]) -> None:
+        programs.makes_more_passes(rank, call)
+        for _ in range(300):
+            programs.skips_a_batch(rank, call)
+
+    flow = record(program, tmp_path, 0, size=1 << 15)
+    assert flow.is_cut
+    assert sum(map(len, flow.calls.values())) == 7 + 300 * 5
+    assert flow.calls[0][-1].op == "all_reduce"
+
+
+def test_a_damaged_log_is_read_up_to_its_damage(tmp_path: Path) -> None:
+    record(programs.makes_more_passes, tmp_path, 0)
+    path = tmp_path / "makes_more_passes0.bin"
+    data = bytearray(path.read_bytes())
+    data[400:] = b"\xff" * (len(data) - 400)
+    path.write_bytes(data)
+    flow = read_flow(path, 0)
+    assert flow is None or flow.roots
+    path.write_bytes(b"NSAFLOW1")
+    assert read_flow(path, 0) is None
