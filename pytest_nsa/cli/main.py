@@ -20,6 +20,7 @@ from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.cli.without_evidence import watch_unaided
+from pytest_nsa.diagnosis.divergence import add_divergence
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders
 from pytest_nsa.report import html
@@ -163,7 +164,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             if not evidence.was_stalled:
                 are_running = True
                 continue
-        verdict = diagnose(evidence)
+        verdict = add_divergence(diagnose(evidence), evidence)
         failed = failed or verdict.failed
         name = str(folder.relative_to(first))
         entries.append(Entry(folder=name, verdict=verdict))

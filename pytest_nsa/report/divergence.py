@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.flow.first import FirstDivergence
 
-SECOND_RUN = "second_run"  # the kind of the fact that states what a second run showed
 MOST_STEPS = 3
 
 

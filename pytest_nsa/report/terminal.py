@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.diagnosis.divergence import SECOND_RUN
 from pytest_nsa.diagnosis.verdict import Verdict, by_ranks, runs_of
 from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
-from pytest_nsa.report.divergence import SECOND_RUN, describe_divergence
+from pytest_nsa.report.divergence import describe_divergence
 from pytest_nsa.report.plain import visible
 
 MAX_STACK = 4

@@ -182,10 +182,12 @@ class RankRunner:
         self._second_runs += 1
         limit = second_run.limit_of(evidence)
         self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
+        from pytest_nsa.diagnosis.divergence import compare_runs  # not before the first failure
+
         tried = second_run.variation_of(evidence)
         try:
             again, second, _ = self.run_item(item, limit, values, tried, evidence.folder.name)
-            changed = second_run.add_divergence(verdict, evidence, second, again)
+            changed = compare_runs(verdict, evidence, second, again)
         except (OSError, LaunchError):  # the failure has its verdict already
             return verdict
         if changed is not verdict:

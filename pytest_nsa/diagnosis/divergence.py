@@ -1,0 +1,123 @@
+"""What the recorded control flow of a run's ranks adds to its verdict: the statement at which they parted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict, describe_ranks
+from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
+from pytest_nsa.flow.first import FirstDivergence, find_first
+from pytest_nsa.flow.read import FILE, read_flow
+
+SECOND_RUN = "second_run"  # the kind of the fact that states what a second run showed
+# The rules that choose an explanation by weights, where ranks are in different calls.
+BY_WEIGHTS = ("calls.", "absence.", "messages.", "keys.", "groups.", "hooks.")
+
+
+def find_divergence(evidence: Evidence) -> FirstDivergence | None:
+    """Return where the ranks of a second run parted first; None where they did not, or where it cannot be seen."""
+    flows = [read_flow(rank.folder / FILE, rank.rank) for rank in evidence.ranks]
+    if any(flow is not None and flow.is_cut for flow in flows):
+        return None
+    return find_first([flow for flow in flows if flow is not None], evidence.members, _stuck(evidence))
+
+
+def _stuck(evidence: Evidence) -> list[Sequence[int]]:
+    """Return the ranks of each call in which a rank waits; none where no rank waits."""
+    found: list[Sequence[int]] = []
+    for rank in evidence.ranks:
+        call = rank.board.blocked if rank.board is not None and not rank.finished else None
+        if call is not None:
+            found.append((rank.rank, call.peer) if call.peer >= 0 else (*evidence.members(call.group), rank.rank))
+        elif rank.waits_for_a_key:
+            return []
+    return found
+
+
+def add_divergence(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """Return a failed run's verdict with the divergence that its recorded control flow shows, if it was recorded."""
+    found = find_divergence(evidence) if verdict.failed else None
+    return verdict if found is None else _with_divergence(verdict, found, is_same=True)
+
+
+def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Verdict) -> Verdict:
+    """Return the verdict on a run with the divergence that its second run shows, or with a sentence about the second run."""
+    if not again.failed:
+        return _with_fact(
+            verdict, "the second run passed: the failure depends on timing, or on what an earlier test left"
+        )
+    found = find_divergence(second)
+    is_same = _ends(first) == _ends(second)
+    if found is None:
+        if not is_same:
+            return _with_fact(
+                verdict, f"the second run ended elsewhere: {again.cause} on {again.culprits()} at {again.where}"
+            )
+        return verdict
+    return _with_divergence(verdict, found, is_same=is_same)
+
+
+def _with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
+    """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
+    changed = replace(verdict, first_divergence=found.to_json())
+    if verdict.certain or not verdict.rule.startswith(BY_WEIGHTS):
+        return changed
+    is_known = is_same and bool(found.exceptional)
+    return replace(
+        changed,
+        cause=_cause(found, verdict),
+        ranks=_to_blame(found, verdict),
+        where=found.where,
+        certain=is_known,
+        confidence=1.0 if is_known else verdict.confidence,
+        reason=_reason(found, verdict),
+        advice=_advice(found),
+        called_from="",
+        terms={},
+    )
+
+
+def _to_blame(found: FirstDivergence, verdict: Verdict) -> tuple[int, ...]:
+    """Return the ranks of the rarer outcomes; without a majority the side that the verdict names, else both."""
+    if found.exceptional:
+        return found.exceptional
+    sides = list(found.outcomes.values())
+    return verdict.ranks if verdict.ranks in sides else tuple(sorted(rank for ranks in sides for rank in ranks))
+
+
+def _with_fact(verdict: Verdict, text: str) -> Verdict:
+    return replace(verdict, evidence=(*verdict.evidence, Fact(rank=NO_RANK, kind=SECOND_RUN, file="", text=text)))
+
+
+def _ends(evidence: Evidence) -> list[tuple[object, ...]]:
+    """Return the last call of each rank, and its latest exception: what two runs of a test that fails alike have in common."""
+    return [_end(rank) for rank in evidence.ranks]
+
+
+def _end(rank: RankEvidence) -> tuple[object, ...]:
+    call = rank.collectives[-1] if rank.collectives else None
+    raised = rank.exceptions[-1].type if rank.exceptions else ""
+    return (rank.finished, raised, *((call.op, call.group, call.sequence, call.site) if call is not None else ()))
+
+
+def _cause(found: FirstDivergence, verdict: Verdict) -> str:
+    if found.kind == "argument" and verdict.cause not in ("p2p_unmatched", "group_order_deadlock"):
+        return "collective_mismatch"
+    return verdict.cause
+
+
+def _reason(found: FirstDivergence, verdict: Verdict) -> str:
+    texts = [f"{describe_ranks(ranks, verdict.world_size)}: {outcome}" for outcome, ranks in found.outcomes.items()]
+    return f"the ranks parted at `{found.statement}`: {'; '.join(texts)}"
+
+
+def _advice(found: FirstDivergence) -> str:
+    if found.kind == "argument":
+        return "give the call the same arguments on every rank of its group"
+    if found.kind == "exception":
+        return "handle the exception on all ranks alike, or let it end the test"
+    names = [name for name in found.values if "rank" not in name.lower()]
+    if names:
+        return f"decide by a value that all ranks share: reduce or broadcast `{names[0]}` first"
+    return "make every rank of the group reach the same calls, whatever its number"
