@@ -27,6 +27,9 @@ from pytest_nsa import *
 """
 
 
+ONCE = ("-o", "ranks_rerun=off")  # an argument --ranks-rerun wins
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExampleResult:
     """What a run gave: pytest's counts, its output and exit code, and the verdict of each test on ranks that left one."""
@@ -50,13 +53,19 @@ def run_example(
 ) -> ExampleResult:
     """Write HEADER and ``source`` as a test module, run pytest on it in a separate process, and read the results."""
     pytester.path.joinpath(name).write_text(HEADER + textwrap.dedent(source), encoding="utf-8")
-    options = ("-p", "no:cacheprovider", f"--basetemp={pytester.path / 'runpytest'}", f"--rootdir={pytester.path}")
+    options = (
+        *ONCE,
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={pytester.path / 'runpytest'}",
+        f"--rootdir={pytester.path}",
+    )
     return read_result(pytester.path, run_pytest(pytester.path, [*options, *arguments], timeout))
 
 
 def run_in(folder: Path, *arguments: str, timeout: float = 170) -> ExampleResult:
     """Run pytest on the files in ``folder``, in order: for a fixture of module scope, which cannot use pytester."""
-    options = ("-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder))
+    options = (*ONCE, "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder))
     return read_result(folder, run_pytest(folder, [*options, *arguments], timeout))
 
 

@@ -106,7 +106,16 @@ EXPECTED = {
 
 def run_plan(fault: str, folder: Path, *arguments: str, timeout: float = 170) -> tuple[str, dict[str, dict[str, Any]]]:
     """Return SUMMARY.md and the verdicts by scenario of a run of the plan with a fault."""
-    options = ["--fault", fault, "--ranks-artifacts", str(folder), "-o", "ranks_hang_after=2.5", *arguments]
+    options = [
+        *testing.ONCE,
+        "--fault",
+        fault,
+        "--ranks-artifacts",
+        str(folder),
+        "-o",
+        "ranks_hang_after=2.5",
+        *arguments,
+    ]
     command = ["tests_cpu/plan/test_plan.py", *options, "-p", "no:cacheprovider", "-p", "no:randomly"]
     done = testing.run_pytest(ROOT, command, timeout)
     assert done.ret == 1

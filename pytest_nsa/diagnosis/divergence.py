@@ -20,7 +20,8 @@ def find_divergence(evidence: Evidence) -> FirstDivergence | None:
     flows = [read_flow(rank.folder / FILE, rank.rank) for rank in evidence.ranks]
     if any(flow is not None and flow.is_cut for flow in flows):
         return None
-    return find_first([flow for flow in flows if flow is not None], evidence.members, _stuck(evidence))
+    found = find_first([flow for flow in flows if flow is not None], evidence.members, _stuck(evidence))
+    return found and found.below(evidence.job.root)
 
 
 def _stuck(evidence: Evidence) -> list[Sequence[int]]:
@@ -61,7 +62,7 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
 def _with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
     """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
     changed = replace(verdict, first_divergence=found.to_json())
-    if verdict.certain or not verdict.rule.startswith(BY_WEIGHTS):
+    if not verdict.rule.startswith(BY_WEIGHTS):
         return changed
     is_known = is_same and bool(found.exceptional)
     return replace(

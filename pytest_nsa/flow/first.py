@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pytest_nsa.flow.align import Pair, Parting
@@ -40,6 +40,15 @@ class FirstDivergence:
         most = max(map(len, self.outcomes.values()))
         rare = [ranks for ranks in self.outcomes.values() if len(ranks) < most]
         return tuple(sorted(itertools.chain.from_iterable(rare)))
+
+    def below(self, root: str) -> FirstDivergence:
+        """Return it with paths relative to a folder, '' for none, so that it reads the same on every machine."""
+        prefix = root.rstrip("/") + "/"
+        steps = (replace(step, where=step.where.removeprefix(prefix)) for step in self.because)
+        found = replace(
+            self, where=self.where.removeprefix(prefix), within=self.within.removeprefix(prefix), because=tuple(steps)
+        )
+        return found if root else self
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -29,7 +29,7 @@ _TEXT = struct.Struct("<IH")
 class Call:
     """A call that ranks must match. ``kind`` is collective, send, receive, set (a key) or wait (for a key).
 
-    ``place`` is (frame, index of its line). ``peer``, ``root``: ranks, -1 where there is none. ``what`` describes operation,
+    ``place`` is (frame, index of its line). ``peer``, ``root``: ranks, -1 without one. ``what`` describes operation,
     type, number of elements and reduction; ``key`` is the store's.
     """
 

@@ -51,7 +51,7 @@ class Source:
         return self._at.get(line, line)
 
     def line(self, number: int) -> str:
-        """Return the text of a line; '' where there is none."""
+        """Return the text of a line; '' for another number."""
         return self.text[number - 1].strip() if 0 < number <= len(self.text) else ""
 
     def head(self, number: int) -> str:
@@ -86,7 +86,7 @@ class Source:
         return found
 
     def loops(self, node: ast.AST) -> list[ast.AST]:
-        """Return the loops of the same function whose body has a statement, innermost first."""
+        """Return the loops of the same function around a statement, innermost first."""
         found: list[ast.AST] = []
         while node in self._parent:
             node, block = self._parent[node]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.flow.first import FirstDivergence
+from pytest_nsa.report.markup import Markup, tag
 
 MOST_STEPS = 3
 
@@ -33,6 +34,34 @@ def describe_divergence(verdict: Verdict) -> list[str]:
         by_right = f" (by {step.by_right})" if step.by_right else ""
         out.append(f"  because  {step.name} is set at {step.where.partition(' in ')[0]}: {step.statement}{by_right}")
     return out
+
+
+def divergence_table(verdict: Verdict) -> Markup | None:
+    """Return the statement at which the ranks parted, with a column for each side, and what set the values; None without one."""
+    found = divergence_of(verdict)
+    if found is None:
+        return None
+    sides = list(found.outcomes.items())
+    head = tag(
+        "tr", tag("td"), *(tag("th", describe_ranks(ranks, verdict.world_size), scope="col") for _, ranks in sides)
+    )
+    rows = [tag("tr", tag("th", "did", scope="row"), *(tag("td", outcome) for outcome, _ in sides))]
+    for name, of in found.values.items():
+        cells = (tag("td", tag("code", _value(of, ranks))) for _, ranks in sides)
+        rows.append(tag("tr", tag("th", tag("code", name), scope="row"), *cells))
+    steps = [
+        tag("li", tag("code", step.name), " is set at ", tag("code", step.where), ": ", tag("code", step.statement))
+        for step in found.because if step.where
+    ]  # fmt: skip
+    return tag(
+        "figure",
+        tag("figcaption", "The ranks part at ", tag("code", found.where)),
+        tag("pre", found.statement, class_="source", tabindex=0),
+        tag("p", "in ", tag("code", found.within)) if found.within else None,
+        tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="sides"), class_="scroll"),
+        tag("ol", *steps) if steps else None,
+        class_="excerpt diverged",
+    )
 
 
 def _value(of: Mapping[int, str], ranks: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.calls import call_tables
 from pytest_nsa.report.curves import curves
+from pytest_nsa.report.divergence import divergence_table
 from pytest_nsa.report.lanes import axis_of, lanes
 from pytest_nsa.report.last_green import Green, compared
 from pytest_nsa.report.markup import Markup, tag
@@ -37,6 +38,7 @@ def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = N
         "article",
         tag("h2", entry.name, " ", outcome_tag(v), tag("span", f" {v.duration_s:.1f} s", class_="quiet")),
         _lead(v),
+        divergence_table(v),
         tag("p", short_place(v.reason), class_="why"),
         source(evidence, v.where),
         tag("dl", *_facts(v), *_memory(evidence, v)),

@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.report.decision_tree import mermaid
+from pytest_nsa.report.divergence import describe_divergence
 from pytest_nsa.report.plain import cell, code, inline, markdown
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.wire.files import read_lines, read_object
@@ -196,6 +197,7 @@ def _verdict(entry: Entry) -> list[str]:
             out.append(f"- called from: {code(short_place(v.called_from))}")
     if v.machines:
         out.append(f"- on: {markdown('; '.join(v.machines))}")
+    out += (f"- {inline(short_place(' '.join(line.split())))}" for line in describe_divergence(v))
     out.append(f"- why: {markdown(v.reason)}")
     if v.parameters_missing:
         # Last first: backward goes from the model's end, so these are the ones that were due next.

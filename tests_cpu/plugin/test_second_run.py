@@ -1,0 +1,109 @@
+"""A failed test runs once more with its control flow recorded: its verdict names the statement at which its ranks parted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import ExampleResult, run_example
+
+AGAIN = ("--ranks-rerun", "auto")
+PARTS = """
+    @world_size(3)
+    def test_it(group):
+        best = 9.0
+        for epoch in range(4):
+            local = 5.0 - epoch + 4 * (group.rank == 1 and epoch == 2)
+            if local > best:  # HERE
+                break
+            best = local
+            dist.all_reduce(torch.ones(2))
+        dist.barrier()
+"""
+
+
+def line_of(result: ExampleResult, folder: Path) -> int:
+    lines = (folder / "test_example.py").read_text().splitlines()
+    return next(n for n, line in enumerate(lines, start=1) if line.endswith("# HERE"))
+
+
+def second_runs(result: ExampleResult) -> list[Path]:
+    assert result.run is not None
+    return sorted(result.run.glob("*/bisect-flow"))
+
+
+def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, PARTS, *AGAIN)
+    verdict = result.verdicts["test_it"]
+    found = verdict.first_divergence
+    line = line_of(result, pytester.path)
+    assert (verdict.outcome, verdict.ranks, verdict.certain) == ("HANG", (1,), True)
+    assert verdict.where == found["where"]
+    assert found["where"].endswith(f"test_example.py:{line} in test_it")
+    assert (found["kind"], found["outcomes"]) == ("branch", {"false": [0, 2], "true": [1]})
+    assert found["values"]["local"] == {"0": "3.0", "1": "7.0", "2": "3.0"}
+    assert f"test_example.py:{line - 1} in test_it" in found["because"][0]["where"]
+    assert len(second_runs(result)) == 1
+    page = (result.run / "report.html").read_text()
+    assert 'class="excerpt diverged"' in page
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_nsa", "diagnose", "--json", str(second_runs(result)[0])], text=True, capture_output=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["first_divergence"]["outcomes"] == found["outcomes"]
+
+
+def test_a_failure_that_does_not_come_again_stays_one(pytester: pytest.Pytester) -> None:
+    source = """
+        import os
+        @world_size(2)
+        def test_it(group):
+            was = os.path.exists("was_here")
+            dist.barrier()
+            open("was_here", "w").close()
+            if group.rank and not was:
+                raise RuntimeError("the first time")
+            dist.barrier()
+    """
+    result = run_example(pytester, source, *AGAIN)
+    verdict = result.verdicts["test_it"]
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("FAIL", "rank_exception", (1,))
+    assert [fact.kind for fact in verdict.evidence if fact.kind == "second_run"] == ["second_run"]
+    assert verdict.first_divergence == {}
+    assert result.outcomes == {"failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("mark", "options"),
+    [("@rerun(False)", AGAIN), ("", ("--ranks-rerun", "off")), ("", (*AGAIN, "--pdb"))],
+    ids=["mark", "option", "pdb"],
+)
+def test_a_test_that_must_run_once_does(mark: str, options: tuple[str, ...], pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, PARTS.replace("@world_size(3)", f"@world_size(3)\n    {mark}"), *options)
+    assert result.verdicts["test_it"].outcome == "HANG"
+    assert second_runs(result) == []
+
+
+def test_five_tests_of_a_session_run_again(pytester: pytest.Pytester) -> None:
+    source = """
+        @pytest.mark.parametrize("number", range(6))
+        @world_size(2)
+        def test_it(group, number):
+            if group.rank:
+                raise RuntimeError(number)
+            dist.barrier()
+    """
+    assert len(second_runs(run_example(pytester, source, *AGAIN))) == 5
+
+
+def test_tests_that_fail_alike_on_all_ranks_do_not_run_again(pytester: pytest.Pytester) -> None:
+    source = """
+        @world_size(2)
+        def test_it(group):
+            assert group.world_size == 3
+    """
+    assert second_runs(run_example(pytester, source, *AGAIN)) == []
