@@ -119,6 +119,9 @@ def _advice(found: FirstDivergence) -> str:
     if found.kind == "exception":
         return "handle the exception on all ranks alike, or let it end the test"
     names = [name for name in found.values if "rank" not in name.lower()]
-    if names:
-        return f"decide by a value that all ranks share: reduce or broadcast `{names[0]}` first"
+    set_by = {step.name: step.statement.partition("=")[2] for step in reversed(found.because)}
+    # The one from which the others follow.
+    first = next((n for n in names if not any(o in set_by.get(n, "") for o in names if o != n)), next(iter(names), ""))
+    if first:
+        return f"decide by a value that all ranks share: reduce or broadcast `{first}` first"
     return "make every rank of the group reach the same calls, whatever its number"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
@@ -9,6 +10,7 @@ from pytest_nsa.flow.first import FirstDivergence
 from pytest_nsa.report.markup import Markup, tag
 
 MOST_STEPS = 3
+_LONG = re.compile(r"-?\d+\.\d{6,}(e[-+]\d+)?")  # a number with more digits than a reader needs
 
 
 def divergence_of(verdict: Verdict) -> FirstDivergence | None:
@@ -65,5 +67,7 @@ def divergence_table(verdict: Verdict) -> Markup | None:
 
 
 def _value(of: Mapping[int, str], ranks: Sequence[int]) -> str:
-    texts = list(dict.fromkeys(of[rank] for rank in ranks if rank in of))
+    texts = list(
+        dict.fromkeys(_LONG.sub(lambda number: f"{float(number[0]):.6g}", of[rank]) for rank in ranks if rank in of)
+    )
     return " or ".join(texts[:3])
