@@ -69,8 +69,8 @@ def neighbours(session: nox.Session) -> None:
     session.install("-e", ".[test]", "pytest-asyncio", "pytest-testmon", f"torch=={TORCH}")
     coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines or testmon")
     session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)
-    listed = re.findall(r'^    Neighbour\("([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
-    session.install(*dict.fromkeys(listed), f"torch=={TORCH}")
+    listed = re.findall(r'^    Neighbour\(\s*"([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
+    session.install(*dict.fromkeys(listed), "django", f"torch=={TORCH}")
     session.run("python", "benchmarks/neighbours.py", "--json", "benchmarks/results/neighbours.json")
     session.run("python", "benchmarks/neighbours.py", "--table")
 
