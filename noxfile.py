@@ -1,4 +1,5 @@
-"""The plugin under the Pythons, torches and pytests that this machine has: `nox`, or one: `nox -s "plugin(torch=...)"`.
+"""The plugin under the Pythons, torches and pytests that this machine has: `nox`, or one combination:
+`nox -s "plugin-3.11(torch='2.15.0', pytest='7.3.2')"`.
 
 A Python that is not installed is skipped, and said so. The suite of the plugin's first room runs, with xdist and without: rules,
 marks, hooks, ranks, reports. `make matrix` writes what ran, and with what outcome, into benchmarks/results/matrix.json.
@@ -20,8 +21,8 @@ nox.options.error_on_missing_interpreters = False
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 TORCH = "2.13.0"  # the Makefile's
 # The oldest that is supported, and the newest; torch before 2.9 has no wheel for Python 3.14.
-TORCHES = ["2.6.0", TORCH, "2.15.0"]
-PYTESTS = ["8.4.*", "9.*"]
+TORCHES = ["2.6.0", TORCH, "2.14.1", "2.15.0"]
+PYTESTS = ["7.3.2", "8.4.*", "9.*"]
 TESTS = (
     "tests_cpu/diagnosis", "tests_cpu/plugin/test_ranks.py", "tests_cpu/plugin/test_faults.py", "tests_cpu/plugin/test_marks.py",
     "tests_cpu/plugin/test_hooks.py", "tests_cpu/plugin/test_cases.py", "tests_cpu/plugin/test_xdist.py",
@@ -47,6 +48,8 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
     """Run the plugin's tests under one combination."""
     if session.python == "3.14" and torch == "2.6.0":
         session.skip("torch 2.6 has no wheel for this Python")
+    if session.python not in ("3.11", "3.12") and pytest == "7.3.2":
+        session.skip("pytest 7.3 does not run under this Python")
     session.install(f"torch=={torch}", "numpy")
     session.install("-e", ".[model,data,xdist]", "hypothesis", "expecttest", f"pytest=={pytest}", f"torch=={torch}")
     began, outcome = time.monotonic(), "failed"
@@ -69,8 +72,8 @@ def neighbours(session: nox.Session) -> None:
     session.install("-e", ".[test]", "pytest-asyncio", "pytest-testmon", f"torch=={TORCH}")
     coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines or testmon")
     session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)
-    listed = re.findall(r'^    Neighbour\("([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
-    session.install(*dict.fromkeys(listed), f"torch=={TORCH}")
+    listed = re.findall(r'^    Neighbour\(\s*"([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
+    session.install(*dict.fromkeys(listed), "django", f"torch=={TORCH}")
     session.run("python", "benchmarks/neighbours.py", "--json", "benchmarks/results/neighbours.json")
     session.run("python", "benchmarks/neighbours.py", "--table")
 

@@ -1,5 +1,7 @@
 """Runs ranked tests together with other plugins, one at a time, and compares the JUnit file with a run without it.
 
+A row may have tests that use the plugin on ranks. The comment behind such a test's name is the outcome that it must have.
+
 python benchmarks/neighbours.py --json benchmarks/results/neighbours.json [NAME...] writes what it found of the plugins that are
 installed here; `--table` writes the table of docs/plugins.md from that file. `nox -s neighbours` installs them first.
 """
@@ -15,7 +17,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -34,6 +37,10 @@ def test_plain_fail():
 """
 TESTS = (
     """
+import datetime
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,11 +84,274 @@ def test_ranked_xfail(group):
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A plugin: its distribution, how it is switched on, and what its tests' outcomes are expected to differ in."""
+    """A plugin: its distribution, how it is switched on, and tests that use it on ranks."""
 
     distribution: str
     options: tuple[str, ...] = ()
     what: str = ""  # of its features, in words
+    uses: str = ""  # tests, each with its outcome: ``def test_it(group):  # passed``
+    files: Mapping[str, str] = field(default_factory=dict)  # that the tests need
+
+    def expected(self) -> dict[str, str]:
+        """Return the outcome that each test of ``uses`` must have."""
+        return dict(re.findall(r"def (test_\w+)\(.*\):  # (.+)", self.uses))
+
+
+CLOCKS = """
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_hang_under_a_stopped_clock(FIXTURES):  # failure: extra_collective, rank 0
+    STOP
+    if group.rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+@world_size(2)
+@pytest.mark.timeout(8)
+def test_limit_under_a_stopped_clock(FIXTURES):  # failure: lock_deadlock, rank 0
+    STOP
+    if group.rank == 0:
+        threading.Event().wait()
+    dist.barrier()
+
+
+@world_size(2)
+def test_clock_of_each_rank(FIXTURES):  # failure: assertion, rank 1
+    STOP
+    before = time.time()
+    dist.barrier()
+    assert datetime.date.today().year == 2020
+    assert time.time() == before
+    assert group.rank == 0
+"""
+
+
+def stop_clocks(fixtures: str, stop: str) -> str:
+    """Return CLOCKS with a way to stop them."""
+    return CLOCKS.replace("FIXTURES", fixtures).replace("STOP", stop)
+
+
+MOCK = """
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_hang_under_a_mocked_clock(group, mocker):  # failure: extra_collective, rank 0
+    for name in ("monotonic", "time", "perf_counter", "sleep"):
+        mocker.patch(f"time.{name}", return_value=1.0)
+    if group.rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+@world_size(2)
+def test_builtins(group, mocker):  # failure: assertion, rank 1
+    mocker.patch("builtins.open", side_effect=OSError("no files"))
+    mocker.patch("json.dumps", side_effect=ValueError)
+    mocker.patch("os.getpid", return_value=42)
+    mocker.patch("os.kill")
+    mocker.patch("os.write", side_effect=OSError)
+    dist.barrier()
+    assert group.rank == 0
+
+
+@world_size(2)
+def test_processes_and_threads(group, mocker):  # passed
+    for name in ("os.path.exists", "pathlib.Path.exists", "subprocess.Popen", "threading.Thread.start"):
+        mocker.patch(name, return_value=False)
+    dist.barrier()
+
+
+@world_size(2)
+def test_a_collective(group, mocker):  # passed
+    mocked = mocker.patch("torch.distributed.all_reduce")
+    dist.all_reduce(torch.ones(1))
+    mocked.assert_called_once()
+"""
+BENCHMARK = """
+@world_size(2)
+def test_measured(group, benchmark):  # passed
+    benchmark.pedantic(dist.barrier, rounds=3)
+
+
+@world_size(2)
+def test_measured_and_fails(group, benchmark):  # failure: assertion, rank 1
+    assert benchmark.pedantic(lambda: group.rank, rounds=1) == 0
+
+
+def test_measured_without_ranks(benchmark):  # passed
+    benchmark.pedantic(int, rounds=3)
+"""
+MEMRAY = """
+@world_size(2)
+@pytest.mark.limit_memory("8 MB")
+def test_takes_too_much(group):  # failure: assertion, rank 1
+    assert bytearray(group.rank << 24) is not None
+
+
+@world_size(2)
+@pytest.mark.limit_memory("1 GB")
+def test_takes_little(group):  # passed
+    dist.barrier()
+"""
+DJANGO = """
+@world_size(2)
+@pytest.mark.django_db
+def test_database_of_each_rank(group):  # passed
+    from django.contrib.auth.models import Group
+
+    Group.objects.create(name=f"of {group.rank}")
+    dist.barrier()
+    assert [str(found) for found in Group.objects.all()] == [f"of {group.rank}"]
+
+
+@world_size(2)
+def test_refused_database(group):  # failure: assertion, ranks 0 and 1
+    from django.contrib.auth.models import Group
+
+    Group.objects.create(name="refused")
+
+
+@world_size(2)
+def test_settings_of_each_rank(group, settings):  # passed
+    settings.TIME_ZONE = "Asia/Tokyo"
+    dist.barrier()
+
+
+@pytest.mark.django_db
+def test_database_without_ranks(db):  # passed
+    from django.contrib.auth.models import Group
+
+    assert not Group.objects.exists()
+"""
+DJANGO_FILES = {
+    "settings_of_the_site.py": """
+SECRET_KEY = "of a test"
+INSTALLED_APPS = ["django.contrib.auth", "django.contrib.contenttypes"]
+DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "site.db", "TEST": {"NAME": "site_of_tests.db"}}}
+TIME_ZONE = "Pacific/Auckland"
+""",
+    "conftest.py": """
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings():
+    from django.db import connections
+
+    if "RANK" in os.environ:
+        for connection in connections.all():
+            connection.settings_dict["TEST"]["NAME"] += os.environ["RANK"]
+""",
+}
+BDD = """
+from pytest_bdd import given, parsers, scenario, then, when
+
+
+@world_size(2)
+@scenario("sums.feature", "Ranks add")
+def test_steps_pass():  # passed
+    pass
+
+
+@world_size(2)
+@scenario("sums.feature", "A rank is wrong")
+def test_a_step_fails():  # failure: assertion, rank 1
+    pass
+
+
+@given("a group", target_fixture="total")
+def total(group):
+    return torch.ones(1)
+
+
+@when("the ranks add")
+def add(total):
+    dist.all_reduce(total)
+
+
+@then(parsers.parse("rank {rank:d} has {number:d}"))
+def has(group, total, rank, number):
+    assert group.rank != rank or total.item() == number
+"""
+BDD_FILES = {
+    "sums.feature": """
+Feature: Sums
+  Scenario: Ranks add
+    Given a group
+    When the ranks add
+    Then rank 1 has 2
+
+  Scenario: A rank is wrong
+    Given a group
+    When the ranks add
+    Then rank 1 has 3
+"""
+}
+DESCRIBE = """
+def describe_a_group():
+    def describe_of_two():
+        @pytest.fixture
+        def one():
+            return torch.ones(1)
+
+        @world_size(2)
+        def test_described(group, one):  # passed
+            dist.all_reduce(one)
+            assert one.item() == 2
+
+        @world_size(2)
+        def test_described_and_fails(group, one):  # failure: assertion, rank 1
+            assert one.item() + group.rank == 1
+"""
+MPL = """
+def figure_of(values):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2, 2))
+    figure.add_subplot().plot(values)
+    return figure
+
+
+@world_size(2)
+@pytest.mark.mpl_image_compare(filename="line.png")
+def test_figure(group):  # passed
+    return figure_of([1, 2])
+
+
+@world_size(2)
+@pytest.mark.mpl_image_compare(filename="line.png")
+def test_figure_of_one_rank_differs(group):  # failure: assertion, rank 1
+    return figure_of([1, 2 + 7 * group.rank])
+
+
+@pytest.mark.mpl_image_compare(filename="line.png")
+def test_figure_without_ranks():  # passed
+    return figure_of([1, 2])
+"""
+MPL_FILES = {
+    "conftest.py": """
+import os
+import pathlib
+
+import matplotlib.style
+
+
+def pytest_sessionstart(session):
+    from test_neighbours import figure_of
+
+    if not pathlib.Path("baseline").is_dir():
+        pathlib.Path("baseline").mkdir()
+        with matplotlib.style.context("classic"):
+            figure_of([1, 2]).savefig("baseline/line.png")
+
+
+def pytest_runtest_setup(item):
+    if "RANK" in os.environ:
+        for plugin in item.config.pluginmanager.get_plugins():
+            if hasattr(plugin, "make_test_results_dir"):
+                plugin.results_dir = plugin.results_dir / os.environ["RANK"]
+"""
+}
 
 
 NEIGHBOURS = (
@@ -106,8 +376,32 @@ NEIGHBOURS = (
     Neighbour("inline-snapshot"),
     Neighbour("pytest-regressions"),
     Neighbour("pytest-check"),
-    Neighbour("pytest-mock"),
-    Neighbour("pytest-benchmark"),
+    Neighbour("pytest-mock", what="mocked clocks, files, processes", uses=MOCK),
+    Neighbour(
+        "freezegun",
+        what="`freeze_time`",
+        uses=stop_clocks("group", "import freezegun; freezegun.freeze_time('2020-01-01').start()"),
+    ),
+    Neighbour("pytest-freezer", what="`freezer`", uses=stop_clocks("group, freezer", "freezer.move_to('2020-01-01')")),
+    Neighbour(
+        "pytest-freezer",
+        what="the mark",
+        uses=stop_clocks("group", "pass").replace(
+            "@world_size(2)", "@pytest.mark.freeze_time('2020-01-01')\n@world_size(2)"
+        ),
+    ),
+    Neighbour(
+        "time-machine",
+        what="`time_machine`",
+        uses=stop_clocks("group, time_machine", "time_machine.move_to('2020-01-01', tick=False)"),
+    ),
+    Neighbour("pytest-benchmark", what="`benchmark`", uses=BENCHMARK),
+    Neighbour("pytest-profiling", ("--profile",), "--profile"),
+    Neighbour("pytest-testmon", ("-p", "cacheprovider", "--testmon"), "--testmon"),
+    Neighbour("pytest-django", ("--ds=settings_of_the_site",), "a database per rank", DJANGO, DJANGO_FILES),
+    Neighbour("pytest-bdd", what="`scenario`", uses=BDD, files=BDD_FILES),
+    Neighbour("pytest-describe", what="nested tests", uses=DESCRIBE),
+    Neighbour("pytest-mpl", ("--mpl",), "--mpl", MPL, MPL_FILES),
     Neighbour("pytest-html", ("-p", "metadata", "--html=report.html"), "--html"),
     Neighbour("pytest-json-report", ("--json-report",), "--json-report"),
     Neighbour("pytest-md", ("--md", "report.md"), "--md"),
@@ -126,7 +420,7 @@ NEIGHBOURS = (
     Neighbour("pytest-socket"),
     Neighbour("pytest-env"),
     Neighbour("pytest-dotenv"),
-    Neighbour("pytest-memray", ("--memray",), "--memray"),
+    Neighbour("pytest-memray", ("--memray",), "--memray", MEMRAY),
     Neighbour("pytest-run-parallel"),
     Neighbour("typeguard"),
     Neighbour("pytest-beartype"),
@@ -150,6 +444,10 @@ def run(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [argument for name in ("pytest_timeout", ours, *others) if name for argument in ("-p", name)]
     with tempfile.TemporaryDirectory() as folder:
+        if neighbour is not None:
+            tests += neighbour.uses if ours else ""
+            for name, text in neighbour.files.items():
+                (Path(folder) / name).write_text(text)
         (Path(folder) / "test_neighbours.py").write_text(tests)
         began = time.monotonic()
         done = subprocess.run(
@@ -173,12 +471,13 @@ def outcome(case: ET.Element) -> str:
         if found is not None:
             text = (found.get("message") or "").partition("\n")[0]
             cause = re.search(r"(\w+), (ranks? \d[\d, and-]*\b(?: of \d+)?)", text)
-            return f"{kind}: {cause[1]}, {cause[2]}" if cause and kind != "skipped" else kind
+            return f"{kind}: {cause[1]}, {cause[2].strip()}" if cause and kind != "skipped" else kind
     return "passed"
 
 
 def compared(neighbour: Neighbour, found: dict[str, str], without: dict[str, str]) -> dict[str, object]:
-    """Return what each kind of ranked test gave, and the tests with another outcome than in the run without the plugin."""
+    """Return what each kind of ranked test gave, and the tests with another outcome than without the plugin, or in its row."""
+    without = {**without, **neighbour.expected()}
     kinds = {kind: found.get(f"test_ranked_{kind}", "not run") for kind in KINDS}
     other = {name: found.get(name, "not run") for name in without if found.get(name) != without[name]}
     if any(name in other for name in PLAIN):  # or does the plugin do so by itself?
@@ -248,7 +547,7 @@ def main() -> int:
             known = [before.get((n.distribution, n.what)) for n in NEIGHBOURS]
             results["plugins"] = [row for row in known if row is not None]
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(f"test_ranked_{kind}" in row["differs"] for row in rows for kind in KINDS))
+    return int(any(row["differs"].keys() - set(PLAIN) for row in rows))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def serve(fd: int) -> None:
     """Fork for each request; send the child's pid at once, and its exit code when it has ended."""
     torch.set_num_threads(1)
     for name in SHARED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # of another pytest
+            importlib.import_module(name)
     _import_plugins()
     gc.freeze()  # else each session collects all objects of these imports, five times at its end
     sock = socket.socket(fileno=fd)

@@ -110,12 +110,14 @@ def restore_own_error(call: pytest.CallInfo[Any]) -> bool:
         return True
     cause = error.__cause__
     if cause is None:
-        try:
-            pytest.fail(str(error), pytrace=False)
-        except pytest.fail.Exception as short:
-            call.excinfo = pytest.ExceptionInfo.from_exception(short)
+        call.excinfo = _info_of(pytest.fail.Exception(str(error), pytrace=False))
         return False
     for note in getattr(error, "__notes__", ()):  # hypothesis writes the falsifying example there
         cause.add_note(note)
-    call.excinfo = pytest.ExceptionInfo.from_exception(cause)
+    call.excinfo = _info_of(cause)
     return True
+
+
+def _info_of(error: BaseException) -> pytest.ExceptionInfo[BaseException]:
+    """Return pytest's own form of an exception, as its versions before 7.4 make it, too."""
+    return pytest.ExceptionInfo.from_exc_info((type(error), error, error.__traceback__))  # type: ignore[arg-type]

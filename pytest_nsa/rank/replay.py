@@ -266,19 +266,23 @@ class RankRecorder:
                 if self._is_in_call:  # of the whole test, it is the host's to apply
                     report.outcome, report.wasxfail = "skipped", str(error.msg)
             else:
-                # A failure that a plugin sets is located at the test, not in the plugin.
-                is_collected = call.excinfo is not raised
-                if is_collected:
+                if is_collected := call.excinfo is not raised:
                     error = error.with_traceback(None)
                 is_verdict = isinstance(error, pytest.fail.Exception) or is_collected
-                place = _first_named(item, str(error)) or _frame_of(item) if is_verdict else None
-                record_exception(self.ctx.folder, error, call.when, place)
+                self._record_failure(item, error, call.when, is_verdict)
+        elif call.excinfo is None and report.failed and item.stash.get(xfailed_key, None) is None:
+            self._record_failure(item, pytest.fail.Exception(report.longreprtext.strip()), call.when, True)
         if self._is_begun and getpid() != self.ctx.pid:
             if call.excinfo is not None:
                 print(report.longreprtext, file=sys.stderr)
             end_if_forked(self.ctx, passed=report.outcome != "failed")
         self._xfail = self._expectation(item, call)
         return report
+
+    def _record_failure(self, item: pytest.Item, error: BaseException, phase: str, is_of_a_plugin: bool) -> None:
+        """Record what failed a phase: of pytest or a plugin at the place that its text names, or at the test."""
+        place = _first_named(item, str(error)) or _frame_of(item) if is_of_a_plugin else None
+        record_exception(self.ctx.folder, error, phase, place)
 
     def _record_left(self, event: str, reason: str, error: BaseException) -> None:
         """Record that the test skipped, or expects to fail; of a subtest, its report has that."""

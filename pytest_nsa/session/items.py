@@ -107,8 +107,9 @@ class Ranked(pytest.Function):
         A fixture that another plugin's hook has added to ``fixturenames`` is not in the item's own table.
         """
         known, manager = self._fixtureinfo.name2fixturedefs, self.session._fixturemanager
+        node: Any = self if pytest.version_tuple >= (8,) else self.nodeid
         for name in self.fixturenames:
-            if name == "request" or name in self.funcargs or known.get(name) or manager.getfixturedefs(name, self):
+            if name == "request" or name in self.funcargs or known.get(name) or manager.getfixturedefs(name, node):
                 continue
             self._request.getfixturevalue(name)
 

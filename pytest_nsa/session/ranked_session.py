@@ -189,8 +189,8 @@ def start(session: pytest.Session) -> None:
 
 
 def _wants_ranks(session: pytest.Session) -> bool:
-    config = session.config
-    return not _only_lists(config) and not _is_child(config) and any(_needs_ranks(i) for i in session.items)
+    config, items = session.config, getattr(session, "items", ())  # xdist's controller has no items before pytest 8
+    return not _only_lists(config) and not _is_child(config) and any(_needs_ranks(i) for i in items)
 
 
 def _only_lists(config: pytest.Config) -> bool:

@@ -230,6 +230,7 @@ def test_pytest_s_own_facilities(pytester: pytest.Pytester) -> None:
     assert "because" in result.verdicts["test_fail"].reason
 
 
+@pytest.mark.skipif(pytest.version_tuple < (8, 4), reason="pytest before 8.4 skips such a test")
 def test_what_pytest_itself_fails_a_test_for_is_at_the_test(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)

@@ -156,6 +156,35 @@ def test_checks(group, request):
     assert result.verdicts["test_checks"].where.endswith(f"test_example.py:{line} in test_checks"), result.stdout
 
 
+def test_a_rank_that_a_plugin_fails_by_its_report_alone_has_a_cause(pytester: pytest.Pytester) -> None:
+    """As pytest-memray does for a limit: there is no exception."""
+    checks = """
+import os, pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call" and "leaks" in item.name and os.environ.get("RANK") == "1":
+        report.outcome, report.longrepr = "failed", "left 2 sockets open"
+    return report
+"""
+    pytester.makepyfile(checks=checks)
+    source = """
+@world_size(2)
+def test_leaks(group): group.barrier()
+
+@world_size(2)
+@pytest.mark.xfail(strict=True)
+def test_passes_against_expectation(group): group.barrier()
+"""
+    result = run_example(pytester, source, "-p", "checks")
+    verdict = result.verdicts["test_leaks"]
+    assert (verdict.cause, verdict.ranks, verdict.where) == ("assertion", (1,), "test_example.py:6 in test_leaks")
+    assert "left 2 sockets open" in verdict.reason
+    strict = result.verdicts["test_passes_against_expectation"]
+    assert (strict.cause, strict.ranks, strict.reason) == ("", (), "")
+
+
 def test_no_rank_alone_fails_where_ranks_fail_at_different_lines(pytester: pytest.Pytester) -> None:
     """With soft checks, after which a rank goes on, and without them."""
     pytester.makepyfile(collects=COLLECTS)
