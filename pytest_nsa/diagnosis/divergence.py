@@ -62,13 +62,14 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
 def _with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
     """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
     changed = replace(verdict, first_divergence=found.to_json())
-    if not verdict.rule.startswith(BY_WEIGHTS):
+    to_blame = found.exceptional or (verdict.ranks if verdict.ranks in found.outcomes.values() else ())
+    if not verdict.rule.startswith(BY_WEIGHTS) or not found.is_alone or not to_blame:
         return changed
     is_known = is_same and bool(found.exceptional)
     return replace(
         changed,
-        cause=_cause(found, verdict),
-        ranks=_to_blame(found, verdict),
+        cause=_cause(found, verdict, to_blame),
+        ranks=to_blame,
         where=found.where,
         certain=is_known,
         confidence=1.0 if is_known else verdict.confidence,
@@ -77,14 +78,6 @@ def _with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool)
         called_from="",
         terms={},
     )
-
-
-def _to_blame(found: FirstDivergence, verdict: Verdict) -> tuple[int, ...]:
-    """Return the ranks of the rarer outcomes; without a majority the side that the verdict names, else both."""
-    if found.exceptional:
-        return found.exceptional
-    sides = list(found.outcomes.values())
-    return verdict.ranks if verdict.ranks in sides else tuple(sorted(rank for ranks in sides for rank in ranks))
 
 
 def _with_fact(verdict: Verdict, text: str) -> Verdict:
@@ -102,10 +95,16 @@ def _end(rank: RankEvidence) -> tuple[object, ...]:
     return (rank.finished, raised, *((call.op, call.group, call.sequence, call.site) if call is not None else ()))
 
 
-def _cause(found: FirstDivergence, verdict: Verdict) -> str:
-    if found.kind == "argument" and verdict.cause not in ("p2p_unmatched", "group_order_deadlock"):
+_OPPOSITE = {"skipped_collective": "extra_collective", "extra_collective": "skipped_collective"}
+
+
+def _cause(found: FirstDivergence, verdict: Verdict, to_blame: tuple[int, ...]) -> str:
+    """Return the cause: what one side skipped, the other has made once more."""
+    if verdict.cause not in _OPPOSITE:
+        return verdict.cause
+    if found.kind == "argument":
         return "collective_mismatch"
-    return verdict.cause
+    return verdict.cause if to_blame == verdict.ranks else _OPPOSITE[verdict.cause]
 
 
 def _reason(found: FirstDivergence, verdict: Verdict) -> str:

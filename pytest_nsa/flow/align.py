@@ -125,6 +125,8 @@ class Pair:
         is_last = a.is_open and i + 1 >= len(a.lines), b.is_open and j + 1 >= len(b.lines)
         if mine == others and not any(is_last):
             return None
+        if (i in a.raised) != (j in b.raised) and mine != others:
+            return self._parting(read_source(a.file), a, i, b, j)
         found = self._callees(a, i, b, j, depth)
         if found is not None or mine == others:
             return found
@@ -181,11 +183,15 @@ class Pair:
 
     def _parting(self, source: Source, a: Frame, i: int, b: Frame, j: int) -> Parting:
         node = source.statement(a.lines[i])
-        if (i in a.raised) != (j in b.raised):
+        is_loop = isinstance(node, ast.For | ast.AsyncFor | ast.While)
+        ends_a_loop = is_loop and a.raised.get(i, b.raised.get(j, "")).startswith(
+            ("StopIteration", "StopAsyncIteration")
+        )
+        if (i in a.raised) != (j in b.raised) and not ends_a_loop:
             a, i, b, j = _innermost_raise(a, i, b, j)
             kind = "exception"
         else:
-            kind = "loop" if type(node).__name__ in ("For", "AsyncFor", "While") else "branch"
+            kind = "loop" if is_loop else "branch"
         return Parting(kind, (a, b), (i, j))
 
 

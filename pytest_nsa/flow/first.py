@@ -23,7 +23,7 @@ class FirstDivergence:
 
     ``where`` is the user's line; ``within`` that of a library which it called, '' where the ranks parted in the user's code.
     ``outcomes`` has the ranks by what they did there; ``values`` the names that it reads and that differ, by rank;
-    ``because`` the lines that set these, backwards.
+    ``because`` the lines that set these, backwards. ``is_alone``: ranks that did the same there part nowhere else.
     """
 
     kind: str
@@ -33,6 +33,7 @@ class FirstDivergence:
     values: dict[str, dict[int, str]] = field(default_factory=dict)
     because: tuple[Step, ...] = ()
     within: str = ""
+    is_alone: bool = True
 
     @property
     def exceptional(self) -> tuple[int, ...]:
@@ -65,6 +66,7 @@ class FirstDivergence:
             values={name: {int(r): v for r, v in of.items()} for name, of in data["values"].items()},
             because=tuple(Step(**{**step, "values": tuple(step["values"])}) for step in data["because"]),
             within=data["within"],
+            is_alone=data["is_alone"],
         )
 
 
@@ -86,7 +88,7 @@ def find_first(flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence
     number = Counter(parting.statement for parting, _ in found)
     first = min(found, key=lambda f: (_calls_before(f), -number[f[0].statement]))[0].statement
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
-    return _described(here, by_rank)
+    return _described(here, [pair for parting, pair in found if parting.statement != first])
 
 
 def _calls_before(found: tuple[Parting, Pair]) -> int:
@@ -103,7 +105,7 @@ def _pairs(ranks: Sequence[int], stuck: Sequence[Sequence[int]]) -> Iterable[tup
             yield one, other
 
 
-def _described(here: Sequence[tuple[Parting, Pair]], by_rank: Mapping[int, Flow]) -> FirstDivergence:
+def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) -> FirstDivergence:
     outcomes: defaultdict[str, set[int]] = defaultdict(set)
     values: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for parting, pair in here:
@@ -112,6 +114,9 @@ def _described(here: Sequence[tuple[Parting, Pair]], by_rank: Mapping[int, Flow]
             outcomes[side(parting, which)].add(rank)
         for name, texts in differing(parting).items():
             values[name].update(zip(ranks, texts, strict=True))
+    # Ranks of one side that part at another statement, where neither is of the rarer outcome.
+    sides = sorted(outcomes.values(), key=len)[1:]
+    others = [p for p in elsewhere if any({p.one.rank, p.other.rank} <= ranks for ranks in sides)]
     parting, pair = here[0]
     frame, at = parting.frames[0], parting.at[0]
     within, shown = "", frame
@@ -129,6 +134,7 @@ def _described(here: Sequence[tuple[Parting, Pair]], by_rank: Mapping[int, Flow]
         values={name: dict(sorted(of.items())) for name, of in values.items()},
         because=tuple(trace_back(parting, (pair.one, pair.other))),
         within=within,
+        is_alone=not others,
     )
 
 
