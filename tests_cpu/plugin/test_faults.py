@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, ExampleResult
+from pytest_nsa.testing import ExampleResult
 from tests_cpu.plugin.leftovers import processes_below
 from tests_cpu.plugin.programs import differences, run_program
-from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
-from tests_cpu.warm import WarmPython
 
 
 @pytest.fixture(scope="module")
@@ -81,51 +76,3 @@ def test_diagnose_gives_the_same_from_the_folder(faults: tuple[ExampleResult, Pa
     for name, verdict in failed.items():
         assert f"{verdict.outcome}: " in blocks[name]
         assert verdict.cause in blocks[name]
-
-
-@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(
-    warm: WarmPython, tmp_path: Path, sent: signal.Signals
-) -> None:
-    source = (
-        HEADER
-        + """
-@world_size(2)
-def test_before(group): assert group.rank == 0
-
-@world_size(2)
-def test_waits(group, artifacts):
-    (artifacts / f"running{group.rank}").touch()
-    if group.rank == 1:
-        time.sleep(1000)
-    dist.barrier()
-"""
-    )
-    process = start_session(warm, tmp_path, source)
-    run = tmp_path / "artifacts" / "latest"
-    wait_for(lambda: len(list(run.glob("*test_waits*/running*"))) == 2, process)
-    time.sleep(1.5)  # the stall itself: shorter than a second, it would not count as one
-    process.send_signal(sent)
-    process.communicate(timeout=60)
-    folder = next(run.glob("*test_waits*"))
-    no_process_is_left(tmp_path)
-    if sent != signal.SIGKILL:
-        assert process.returncode == pytest.ExitCode.INTERRUPTED
-        assert (folder / "result.txt").read_text() == "INTERRUPTED\n"
-        summary = (run / "SUMMARY.md").read_text()
-        assert summary.startswith("INTERRUPTED")
-        assert "test_before" in summary
-        # The rank that was stalled at the interrupt is reported.
-        verdict = json.loads((folder / "verdict.json").read_text())
-        assert (verdict["cause"], verdict["ranks"]) == ("sleeping", [1])
-        assert verdict["reason"].startswith("interrupted by the user; until then rank 1 sleeps")
-    # Even a killed host leaves a folder that can be diagnosed.
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", str(run.resolve()), "--json"],
-        text=True,
-        capture_output=True,
-        timeout=60,
-    )
-    assert '"outcome": "FAIL", "cause": "assertion", "ranks": [1]' in done.stdout
-    assert "test_example.py:14 in test_waits" in done.stdout
-    assert len(done.stdout.splitlines()) == 2

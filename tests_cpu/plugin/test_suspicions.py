@@ -50,39 +50,6 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     assert 3 <= suspected[0]["stalled_s"] <= 5
 
 
-def test_a_hang_has_the_counters_of_its_loops_and_nothing_else_is_looked_at(pytester: pytest.Pytester) -> None:
-    source = """
-import os
-from pytest_nsa.rank.context import current_rank
-
-@world_size(2)
-def test_hangs(group):
-    for step in range(9):
-        for attempt in range(2):
-            if (group.rank, step, attempt) != (1, 4, 1):
-                dist.all_reduce(torch.ones(2))
-        dist.barrier()
-
-@world_size(2)
-def test_pauses(group):
-    for step in range(3):
-        if group.rank and step == 1:
-            time.sleep(2.5)  # longer than after what the heartbeat writes of a stall
-        dist.barrier()
-    found = os.listdir(current_rank().job.rank_folder(group.rank))
-    assert "stall.json" in found
-    assert not [name for name in found if name.startswith("counters")]
-"""
-    result = run_example(pytester, source)
-    verdict = result.verdicts["test_hangs"]
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (1,))
-    assert re.search(r"> test_example.py:\d+ in test_hangs   step = 4, attempt = 1$", result.stdout, re.MULTILINE)
-    told = {fact.rank: fact.text for fact in verdict.evidence if fact.kind == "counters"}
-    assert "step = 4, attempt = 1 at test_example.py:" in told[0]
-    assert "step = 4, attempt = 1 at test_example.py:" in told[1]
-    assert result.verdicts["test_pauses"].outcome == "PASS"
-
-
 def test_bisection_names_layer_and_branch(pytester: pytest.Pytester) -> None:
     source = """
 @gc_range("0:12")
@@ -198,19 +165,6 @@ def test_expected(group): assert False
         "bisect: none of NCCL_P2P_DISABLE, CUDA_LAUNCH_BLOCKING has an effect on gloo and cpu"
     )
     assert "bisect" not in result.verdicts["test_expected"].reason
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ("FIRST", "'FIRST': must be NAME=VALUE, as in --ranks-bisect-env=NCCL_P2P_DISABLE=1"),
-        ("RANK=3", "RANK: the plugin sets it; remove it"),
-    ],
-)
-def test_what_cannot_be_set_is_refused(pytester: pytest.Pytester, given: str, complaint: str) -> None:
-    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "--ranks-bisect-env", given)
-    assert result.outcomes == {"errors": 1}
-    assert complaint in result.stdout
 
 
 TRAINS = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -70,34 +69,6 @@ def test_pytest_timeout_s_methods(pytester: pytest.Pytester, options: tuple[str,
     assert (verdict.outcome, verdict.ranks) == ("HANG", (1,))
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_killed_takes_its_ranks_along(pytester: pytest.Pytester, tmp_path: Path) -> None:
-    source = """
-@pytest.fixture
-def host_pid(): return None
-
-def test_kills_its_worker():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-@pytest.mark.parametrize("n", range(6))
-@world_size(2)
-def test_it(group, n): dist.barrier()
-
-@host_fixture(scope="function")
-def worker(): return os.getpid()
-
-@world_size(2)
-def test_worker_dies_while_ranks_run(group, worker):
-    if group.rank == 0:
-        os.kill(worker, signal.SIGKILL)
-    time.sleep(1000)
-"""
-    result = run_example(pytester, source, "-n2", "-p", "xdist")
-    assert result.outcomes == {"passed": 6, "failed": 2}
-    assert result.stdout.count("crashed while running") >= 2
-    assert processes_below(pytester.path) == []
-
-
 def test_a_host_without_descriptors_reports_it_and_recovers(pytester: pytest.Pytester) -> None:
     source = """
 import resource
@@ -142,19 +113,6 @@ def test_a_path_longer_than_a_unix_socket_s(pytester: pytest.Pytester, launch: s
     assert "test_example.py:9 in test_hangs" in done.stdout.str()
 
 
-@pytest.mark.slow
-def test_collection_that_initialises_cuda_means_cold_ranks(pytester: pytest.Pytester) -> None:
-    source = """
-torch.cuda._initialized = True  # what torch itself remembers
-
-@world_size(2)
-def test_it(group): dist.barrier()
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 1}
-    assert "slow: every rank is a new interpreter, because collecting the tests initialises CUDA" in result.stdout
-
-
 def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "conftest.py").write_text(
         "import os, pathlib, time\n"
@@ -170,27 +128,4 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pyte
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     verdicts = list(read_lines(pytester.path / "artifacts" / "latest" / "verdicts.jsonl"))
     assert [v["outcome"] for v in verdicts] == ["INTERRUPTED"], text
-    assert processes_below(pytester.path) == []
-
-
-def test_a_second_interrupt_is_not_needed_and_does_no_harm(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    source = (
-        HEADER
-        + """
-@world_size(2)
-def test_waits(group, artifacts):
-    (artifacts / f"running{group.rank}").touch()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(1000)
-"""
-    )
-    run = pytester.path / "artifacts" / "latest"
-    process = start_session(warm, pytester.path, source)
-    wait_for(lambda: len(list(run.glob("*/running*"))) == 2, process)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.1)  # the second within the handling of the first
-    text = process.communicate(timeout=30)[0]
-    assert "KeyboardInterrupt" in text
-    assert process.returncode in (pytest.ExitCode.INTERRUPTED, -signal.SIGINT)
     assert processes_below(pytester.path) == []
