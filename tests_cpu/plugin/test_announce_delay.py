@@ -33,25 +33,6 @@ def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert past.limit(3.0, "train.py:1 in step") == 10.0
 
 
-COMPUTES = """
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_computes(group):
-    end = time.monotonic() + 12.5
-    while group.rank == 1 and time.monotonic() < end:
-        sum(range(1000))
-    dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_at_work_is_announced_late_as_that(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, COMPUTES)
-    assert result.outcomes == {"passed": 1}
-    assert "test_computes: rank 1 at work for 1" in result.stdout
-    assert "infinite_loop" not in result.stdout
-
-
 JOINS = """
 import threading
 

@@ -66,31 +66,11 @@ def test_it(group, n, artifacts):
     assert not lease_folder.exists()
 
 
-# Each of two tests waits inside for the other.
-MEET = """
-@pytest.mark.parametrize("n", range(2))
-@{mark}
-@world_size(1)
-def test_it(group, n):
-    from pathlib import Path
-    (Path({folder!r}) / f"here{{n}}").touch()
-    while not (Path({folder!r}) / f"here{{1 - n}}").exists():
-        time.sleep(0.01)
-"""
-
-
 @pytest.fixture
 def one_gpu(lease_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Simulate one GPU of 16 GiB, and return the folder of leases."""
     monkeypatch.setenv("NSA_FAKE_GPUS", "1")
     return lease_folder
-
-
-@pytest.mark.slow
-def test_tests_whose_memory_fits_meet_on_a_gpu(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
-    source = MEET.format(mark="gpu(memory='8GiB')", folder=str(tmp_path))
-    assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
-    assert not one_gpu.exists()
 
 
 @pytest.mark.slow
