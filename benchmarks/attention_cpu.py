@@ -7,8 +7,6 @@ the median of the rounds; it is CPU time, which other programs change less than 
 above what it had with the module and its input. Contenders: nsa, our module; dense, causal scaled_dot_product_attention with the
 same heads; masked, NSA by the equations over dense masks; lucidrains, the package native-sparse-attention-pytorch where it is
 installed, up to 2048 tokens.
-
-`counted` has the same ratios by the multiplications of matrix products alone: no code that multiplies these matrices does better.
 """
 
 from __future__ import annotations
@@ -97,27 +95,6 @@ def measure(contender: str, length: int, steps: int) -> dict[str, float]:
     return {"ms": 1e3 * min(seconds[1:] or seconds), "peak_mib": memory("VmHWM") - before}
 
 
-def multiplications(contender: str, length: int) -> float:
-    """Return those of the matrix products of a step, forward and backward, by `nsa.training.flops`."""
-    from nsa.config import ModelConfig
-    from nsa.training.flops import flops_per_token
-
-    kind = "dense" if contender == "dense" else "nsa"
-    sizes = ModelConfig(
-        attention=kind, dim=DIM, n_layers=1, n_heads=HEADS, n_kv_heads=GROUPS, d_k=WIDTH, d_v=WIDTH, **SIZES
-    )
-    return length * flops_per_token(build(contender), sizes, length) / 2
-
-
-def counted(lengths: list[int]) -> dict[str, dict[str, float]]:
-    """Return nsa over dense, and nsa over itself at 2,048 tokens, by length."""
-    nsa = {n: multiplications("nsa", n) for n in (*lengths, 2048)}
-    return {
-        "nsa / dense": {str(n): round(nsa[n] / multiplications("dense", n), 2) for n in lengths},
-        "nsa / nsa at 2048": {str(n): round(nsa[n] / nsa[2048], 2) for n in lengths},
-    }
-
-
 def main() -> None:
     """Measure, print, keep."""
     parser = parser_of(__doc__)
@@ -163,7 +140,7 @@ def main() -> None:
         for other in contenders if other != "nsa"
     }  # fmt: skip
     figures = {
-        "forward_and_backward": table, "time_ratio": ratios, "counted": counted(arguments.lengths), "absent": absent,
+        "forward_and_backward": table, "time_ratio": ratios, "absent": absent,
         "shape": {"dim": DIM, "heads": HEADS, "groups": GROUPS, "width": WIDTH, **SIZES}, "threads": 1,
         "rounds": arguments.rounds,
     }  # fmt: skip

@@ -3,7 +3,7 @@
     python benchmarks/fit.py            writes pytest_nsa/diagnosis/explain/weights.json
 
 The model is a conditional logit: of the edits that would explain a fault, the right one has the highest score. It is fitted to the
-recorded faults of tests_cpu/faults, and to recorded generated programs (`--record` of the generators), with a quadratic penalty.
+recorded faults of tests_cpu/faults, and to recorded generated programs (`generated.py --record`), with a quadratic penalty.
 `ablation.py` fits it again without each part of the recorded faults, and scores it on that part.
 """
 

@@ -1,4 +1,11 @@
-"""What benchmarks on generated programs share: run each as a test, and count how often the verdict is right."""
+"""Generated programs with one fault each, which no rule was written for: how often the verdict names cause, ranks and line.
+
+    python benchmarks/generated.py --seed 20 --programs 60 --json benchmarks/results/generated.json
+
+A program is one of the patterns of `programs.py`, on 2 to 7 ranks. In one round one rank makes a statement otherwise, or it makes a
+round more or less: `EDITS`. A program in which that rank does not come to the statement, or no rank needs it, passes: it is not
+counted. `--record NAME` keeps the evidence with its labels in tests_cpu/faults/evidence/generated, to which `fit.py` fits.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +16,60 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from figures import keep, parser_of
+from programs import HEAD, drawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests_cpu.faults.recorded import GENERATED, folders_of, pack
 
 HERE = "# HERE"  # ends the lines that a verdict may name
+LACKS = {
+    "collective": ("skipped_collective",),
+    "message": ("p2p_unmatched",),
+    "key": ("io_stuck", "missing_collective", "skipped_collective"),
+}
+HAS = {"collective": ("extra_collective",), "message": ("p2p_unmatched",)}
+DIFFERS = {"collective": ("collective_mismatch", "group_order_deadlock"), "message": ("p2p_unmatched",)}
+STALLS = ("skipped_collective", "p2p_unmatched", "io_stuck", "missing_collective")
+OTHERWISE = f"if ODD:\n    {{other}}  {HERE}\nelse:\n    {{it}}  {HERE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Lines in place of a statement ``{it}``, with ``{other}`` for what the odd rank makes, and the right causes by kind of
+    statement. ``share``: how often it is drawn.
+    """
+
+    lines: str
+    causes: dict[str, tuple[str, ...]]
+    share: int = 1
+
+
+EDITS = {
+    "left out": Edit(f"if not ODD:\n    {{it}}  {HERE}", LACKS, share=4),
+    "once more": Edit(f"{{it}}  {HERE}\nif ODD:\n    {{it}}  {HERE}", HAS, share=3),
+    "returned": Edit(f"if ODD:\n    return  {HERE}\n{{it}}  {HERE}", dict.fromkeys(LACKS, STALLS)),
+    "raised": Edit(
+        f"if ODD:\n    raise ValueError('a bad batch')  {HERE}\n{{it}}", dict.fromkeys(LACKS, ("rank_exception",))
+    ),
+    "swallowed": Edit(
+        f"try:\n    if ODD:\n        raise ValueError('a bad batch')  {HERE}\n    {{it}}  {HERE}\nexcept ValueError:\n    pass",
+        LACKS,
+    ),
+    "peer": Edit(OTHERWISE, {"message": ("p2p_unmatched",)}),
+    "tag": Edit(OTHERWISE, {"message": ("p2p_unmatched",)}),
+    "name": Edit(OTHERWISE, {"key": ("io_stuck", "missing_collective")}),
+    "operation": Edit(OTHERWISE, {"collective": ("collective_mismatch",)}),
+    "order": Edit("{it}", DIFFERS, share=2),
+    "a round less": Edit("{it}", LACKS),
+    "a round more": Edit("{it}", HAS),
+}
+_PEER = re.compile(r"(?<=, )(?P<peer>[^,]+?)(?=(, tag=\w+)?\)+$)")
+_ROUNDS = re.compile(r"( +)for step in range\((\d)\):")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,16 +83,89 @@ class Program:
     ranks: list[int]
 
 
-def run(
-    programs: list[Program], head: str, folder: Path, workers: int, *, count_passed: bool, record: str = ""
-) -> dict[str, Any]:
-    """Run the programs, each in a file of its own below ``head``; return how many verdicts are right, by kind of fault.
+def program(number: int, draw: random.Random) -> Program:
+    """Return a program in which one rank does otherwise in one round."""
+    while True:
+        pattern, sizes, source = drawn(draw)
+        n, lines = draw.choice(sizes), source.rstrip("\n").split("\n")
+        culprit = draw.randrange(n)
+        at = draw.choice([i for i, line in enumerate(lines) if "#~ " in line])
+        edit = draw.choices(list(EDITS), [e.share for e in EDITS.values()])[0]
+        # Of two ranks that differ in their first round, nothing may tell which one is right.
+        step = draw.randint(0 if edit == "left out" and n > 2 else 1, 3)
+        what = lines[at].partition("#~ ")[2]
+        edited = _edited(lines, at, edit, draw.randrange(n) if n > 2 else -1)
+        if edited is not None and what in EDITS[edit].causes:
+            break
+    kinds = {what} if "round" not in edit else {line.partition("#~ ")[2] for line in lines} - {"", "key"}
+    causes = dict.fromkeys(cause for kind in sorted(kinds) for cause in EDITS[edit].causes[kind])
+    odd = "is_odd(step)" if draw.random() < 0.7 else f"(dist.get_rank(), step) == ({culprit}, {step})"
+    name = f"test_{number:03d}"
+    mark = f"@pytest.mark.world_size({n})\ndef {name}(group):\n    ODD.add(({culprit}, {-1 if edit == 'a round more' else step}))"
+    text = "\n".join(line.partition("  #~")[0].replace("ODD:", f"{odd}:") for line in edited) + "\n"
+    return Program(
+        name=name, text=text.replace("def TEST(group):", mark), kind=f"{pattern}, {what} {edit}", causes=tuple(causes),
+        ranks=[culprit],
+    )  # fmt: skip
 
-    ``count_passed``: a program that passes counts as a wrong verdict; else it is not counted. ``record``: the archive to keep the
-    evidence of the others in, for `fit.py`.
+
+def _edited(lines: list[str], at: int, edit: str, peer: int) -> list[str] | None:
+    """Return the lines of a program with an edit of line ``at``; None where it cannot be made there."""
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    it, _, what = (part.strip() for part in lines[at].partition("#~"))
+    if "round" in edit:
+        return _with_rounds(lines, edit)
+    other: str | None = ""
+    if edit == "order":
+        following = lines[at + 1] if at + 1 < len(lines) else ""
+        after = following.strip().partition("  #~")
+        if after[2].strip() != what or not following.startswith(f"{indent}{after[0]}") or after[0] == it:
+            return None
+        edited = f"if ODD:\n    {after[0]}  {HERE}\n    {it}\nelse:\n    {it}  {HERE}\n    {after[0]}"
+        return [*lines[:at], *(indent + line for line in edited.split("\n")), *lines[at + 2 :]]
+    if "{other}" in EDITS[edit].lines:
+        other = _other(edit, it, peer)
+        if other in (None, it):
+            return None
+    edited = EDITS[edit].lines.format(it=it, other=other)
+    return [*lines[:at], *(indent + line for line in edited.split("\n")), *lines[at + 1 :]]
+
+
+def _with_rounds(lines: list[str], edit: str) -> list[str] | None:
+    """Return the lines of a program in which the odd rank leaves the loop of the test, or makes a round more."""
+    at = next((i for i, line in enumerate(lines) if _ROUNDS.fullmatch(line)), None)
+    if at is None or any(line.endswith(" key") for line in lines):
+        return None
+    marked = [re.sub("  #~.*", f"  {HERE}", line) for line in lines]
+    indent, number = _ROUNDS.fullmatch(lines[at]).groups()  # type: ignore[union-attr]
+    if edit == "a round more":
+        return [*marked[:at], f"{indent}for step in range({number} + is_odd(-1)):", *marked[at + 1 :]]
+    return [*marked[: at + 1], f"{indent}    if ODD:", f"{indent}        break  {HERE}", *marked[at + 1 :]]
+
+
+def _other(edit: str, it: str, peer: int) -> str | None:
+    """Return what the odd rank makes in place of a statement; None where there is no such."""
+    if edit == "tag":
+        return re.sub(r"tag=(\w+)", r"tag=\1 + 50", it)
+    if edit == "name":
+        return it.replace("{step}", "{step + 50}")
+    if edit == "operation":
+        return (
+            None if "=" in it or "append" in it else "dist.barrier()" if "barrier" not in it else "mean(torch.ones(2))"
+        )
+    if peer < 0 or _PEER.search(it) is None or "wap(" in it:
+        return None
+    ranks = f"next(p for p in range({peer}, {peer} + 8) if p % WORLD not in (dist.get_rank(), \\g<peer>)) % WORLD"
+    return _PEER.sub(ranks.replace("WORLD", "dist.get_world_size()"), it, count=1)
+
+
+def run(programs: list[Program], folder: Path, workers: int, record: str = "") -> dict[str, Any]:
+    """Run the programs, each in its file below `HEAD`; return how many verdicts are right, by kind of fault.
+
+    ``record``: the archive in which the evidence of those that do not pass is kept.
     """
     for p in programs:
-        (folder / f"{p.name}.py").write_text(head + p.text)
+        (folder / f"{p.name}.py").write_text(HEAD + p.text)
     options = ("ranks_hang_after=2.5", "ranks_timeout=16")
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", str(workers),
@@ -51,13 +174,13 @@ def run(
     )  # fmt: skip
     lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
     verdicts = {v["nodeid"].rpartition("::")[2]: v for v in map(json.loads, lines)}
-    counted = [p for p in programs if count_passed or verdicts[p.name].get("cause")]
+    counted = [p for p in programs if verdicts[p.name].get("cause")]
     if record:
-        keep_evidence(record, [p for p in programs if verdicts[p.name].get("cause")], folder)
+        keep_evidence(record, counted, folder)
     right, by_kind, wrong = Counter[str](), Counter[str](), []
     for p in counted:
         verdict = verdicts[p.name]
-        marked = {i for i, line in enumerate((head + p.text).split("\n"), 1) if line.endswith(HERE)}
+        marked = {i for i, line in enumerate((HEAD + p.text).split("\n"), 1) if line.endswith(HERE)}
         told = {int(n) for text in (verdict["where"], verdict["called_from"]) for n in re.findall(r":(\d+) in ", text)}
         is_cause, is_ranks = verdict["cause"] in p.causes, verdict["ranks"] == p.ranks
         right.update(
@@ -93,11 +216,9 @@ def keep_evidence(name: str, programs: list[Program], folder: Path) -> None:
     pack(GENERATED / f"{name}.tar.xz", {p.name: found[p.name] for p in programs}, folder, labels)
 
 
-def measure(
-    description: str | None, program: Callable[[int, random.Random], Program], head: str, *, count_passed: bool
-) -> None:
+def main() -> None:
     """Read the command line, generate, run, print, keep."""
-    parser = parser_of(description)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--programs", type=int, default=60)
     parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
@@ -106,7 +227,9 @@ def measure(
     draw = random.Random(arguments.seed)
     programs = [program(k, draw) for k in range(arguments.programs)]
     with tempfile.TemporaryDirectory() as folder:
-        figures = run(
-            programs, head, Path(folder), arguments.workers, count_passed=count_passed, record=arguments.record
-        )
+        figures = run(programs, Path(folder), arguments.workers, arguments.record)
     keep({"seed": arguments.seed, **figures}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

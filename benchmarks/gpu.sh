@@ -3,7 +3,6 @@
 #   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention decode train'
 # Further stages: tune writes OUT/tiles.json, the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json;
 # parts times the selected branch with fewer parts in memory at once (`sequences.PARTS`), which may stay in the L2 cache;
-# loss times the head's loss by chunks; kernels writes which kernels take the time;
 # short has 7 minutes on an H200 with 16 cores: the paper's shape beside cuDNN, a decoded token, training of 125M, compiled and at 16k and 64k.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -24,7 +23,6 @@ for stage in ${2:-tests attention decode train}; do
         timeout 130 python benchmarks/attention_gpu.py --parts "$mib" --only selected nsa --shapes paper --lengths 65536 \
           --json "$out/attention_parts_$mib.json" || status=$?
       done ;;
-    kernels) timeout 90 python benchmarks/kernel_times.py --shapes paper 125m --json "$out/kernel_times.json" || status=$? ;;
     short)
       timeout 80 python benchmarks/attention_gpu.py --shapes paper --lengths 65536 8192 16384 --only sliding compressed selected nsa cudnn \
         --json "$out/attention_short.json" || status=$?
@@ -32,7 +30,6 @@ for stage in ${2:-tests attention decode train}; do
       timeout 80 python benchmarks/train.py --gpu --rounds 1 --lengths 16384 65536 --ways plain --json "$out/train_long.json" || status=$?
       timeout 200 python benchmarks/train.py --gpu --rounds 1 --lengths 2048 --ways 'step compiled, CUDA graphs' 'blocks compiled' \
         --json "$out/train_short.json" || status=$? ;;
-    loss) timeout 120 python benchmarks/loss.py --tokens 8192 --json "$out/loss_gpu.json" || status=$? ;;
     decode) timeout 200 python benchmarks/decode.py --json "$out/decode_gpu.json" || status=$? ;;
     train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --minutes 8 --json "$out/train_gpu.json" || status=$? ;;
   esac

@@ -44,21 +44,6 @@ class TestTrivial:
         dist.all_reduce(total)
         assert total.item() == 2
 """
-MEMORY = """\
-import json, pytest, torch
-from pytest_nsa import world_size
-
-@world_size(2)
-@pytest.mark.parametrize("n", range(2))
-def test_memory(ddp, n):
-    model = ddp.wrap(torch.nn.Linear(8, 8))
-    model(torch.ones(2, 8)).sum().backward()
-    lines = open("/proc/self/smaps_rollup").read().splitlines()
-    kib = {{line.split(":")[0]: int(line.split()[1]) for line in lines[1:]}}
-    if ddp.rank == 0:
-        private = kib["Private_Clean"] + kib["Private_Dirty"]
-        json.dump({{"rss": kib["Rss"] / 1024, "private": private / 1024}}, open("memory.json", "w"))
-"""
 
 
 def floor(folder: Path, count: int) -> list[float]:
@@ -199,15 +184,6 @@ def measure(rounds: int, only: str | None) -> tuple[dict[str, list[float]], dict
     return times, failed
 
 
-def memory_and_zygote() -> tuple[dict[str, float], str]:
-    """Return MiB of a rank that has trained a step with DDP (resident; private), and the zygote's own times."""
-    with tempfile.TemporaryDirectory() as name:
-        _pytest(Path(name), MEMORY.format())
-        log = (Path(name) / "artifacts" / "latest" / "zygote.log").read_text()
-        said = next(line for line in log.splitlines() if line.startswith("zygote: "))
-        return json.loads((Path(name) / "memory.json").read_text()), said.removeprefix("zygote: ")
-
-
 def main() -> None:
     """Measure, print, and keep what was measured."""
     parser = parser_of(__doc__)
@@ -230,10 +206,6 @@ def main() -> None:
         }
         for way in medians
     }  # fmt: skip
-    rank_mib, zygote = memory_and_zygote()
-    figures = {
-        "ways": ways, "failed": failed, "rank_mib": rank_mib, "zygote": zygote,
-    }  # fmt: skip
     print("| a two-rank test with | median ms | min | max | n | of the floor | of pytest-nsa |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for way, f in ways.items():
@@ -243,8 +215,7 @@ def main() -> None:
         )
     for way, why in failed.items():
         print(f"{way}: failed in {len(why)} of {arguments.rounds} rounds: {why[0]}")
-    print(f"memory of a rank after a DDP step, MiB: {rank_mib}\nthe zygote before its first rank: {zygote}")
-    keep(figures, arguments.json)
+    keep({"ways": ways, "failed": failed}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whether the model learns: with NSA and with dense attention on prose, and with NSA and with its window alone on copying.
 
-    python benchmarks/learning.py --json benchmarks/results/learning.json --svg docs/learning.svg
+    python benchmarks/learning.py --json benchmarks/results/learning.json
 
 Prose: the shipped text, `--steps` steps of configs/tiny_cpu.yaml, three seeds; compared is the mean loss of the last tenth.
 Copying: a random sequence and then the same again, 64 tokens later, so far back that a window of 16 tokens in two layers does
@@ -73,36 +73,6 @@ def apart(task: str, way: str, seed: int, steps: int) -> list[float]:
     return list(json.loads(subprocess.run(command, text=True, capture_output=True, check=True, cwd=ROOT).stdout))
 
 
-def draw(curves: dict[str, dict[str, list[list[float]]]], titles: dict[str, str]) -> str:
-    """Draw two pictures side by side, a line per training, smoothed over 10 steps."""
-    width, height, colours = 420, 260, ("#0969da", "#cf7000")
-    parts = []
-    for index, (task, ways) in enumerate(curves.items()):
-        top = max(max(losses[:10]) for runs in ways.values() for losses in runs)
-        lines = [f'<text x="40" y="18">{titles[task]}</text><text x="36" y="36" text-anchor="end">{top:.1f}</text>']
-        lines.append(
-            f'<text x="36" y="{height - 26}" text-anchor="end">0</text>'
-            f'<path d="M40 28V{height - 30}H410" stroke="#888" fill="none"/>'
-        )
-        for (way, runs), colour in zip(ways.items(), colours, strict=True):
-            for losses in runs:
-                smooth = [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
-                every = max(1, len(smooth) // 200)
-                points = " ".join(
-                    f"{40 + 370 * i / len(smooth):.1f},{height - 30 - (height - 62) * loss / top:.1f}"
-                    for i, loss in list(enumerate(smooth))[::every]
-                )
-                lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
-            place = 60 + 16 * list(ways).index(way)
-            lines.append(f'<text x="400" y="{place}" text-anchor="end" style="fill:{colour}">{way}</text>')
-        lines.append(f'<text x="410" y="{height - 12}" text-anchor="end">{len(losses)} steps</text>')
-        parts.append(f'<g transform="translate({index * width},0)">{"".join(lines)}</g>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width} {height}" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
-    )
-
-
 def main() -> None:
     """Train, print, keep."""
     parser = parser_of(__doc__)
@@ -110,7 +80,6 @@ def main() -> None:
     parser.add_argument("--copy-steps", type=int, default=1000, help="of copying (default: 1000)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default: 2)")
-    parser.add_argument("--svg", type=Path, help="draw the losses here")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -140,9 +109,6 @@ def main() -> None:
         },
         arguments.json,
     )
-    if arguments.svg:
-        titles = {"prose": "prose: loss, nats a byte", "copy": "copying from 64 tokens back: loss, nats a token"}
-        arguments.svg.write_text(draw(curves, titles), encoding="utf-8")
 
 
 if __name__ == "__main__":

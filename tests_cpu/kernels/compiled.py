@@ -130,7 +130,9 @@ def code_of(launch: Launch, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
+    is_gluon = launch.kernel.is_gluon()
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
@@ -145,8 +147,10 @@ def code_of(launch: Launch, capability: int) -> Any:
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
-    source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
+            layout = f",{value.layout!r}" if is_gluon else ""
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}{layout}>"
+    kind = GluonASTSource if is_gluon else ASTSource
+    source = kind(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
     options = {"enable_fp_fusion": True, **launch.options}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

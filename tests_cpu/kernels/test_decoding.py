@@ -31,26 +31,6 @@ def test_a_layer(steps: list[int], compression: str, dtype: torch.dtype, toleran
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
-def test_a_forced_branch(branch: str) -> None:
-    module = NSAAttention(32, 4, 2, 8, 8, **SIZES, force_branch=branch).double()  # type: ignore[arg-type]
-    x = torch.randn(1, 80, 32, dtype=torch.float64)
-    cache = KVCache()
-    with torch.no_grad():
-        found = torch.cat([module(part, cache) for part in x.split(1, 1)], 1)
-        torch.testing.assert_close(found, module(x), rtol=0, atol=1e-10)
-
-
-def test_the_model() -> None:
-    config = load_config("configs/tiny_cpu.yaml")
-    model = build_model(config).double().eval()
-    tokens = torch.randint(0, config.model.vocab_size, (1, 70))
-    caches = [KVCache() for _ in range(config.model.n_layers)]
-    with torch.no_grad():
-        found = torch.cat([model(part, caches) for part in (tokens[:, :60], *tokens[:, 60:].split(1, 1))], 1)
-        torch.testing.assert_close(found, model(tokens), rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("compression", ["mean", "mlp"])
 def test_tokens_are_taken_back(compression: str) -> None:
     """As in speculative decoding: seven tokens are proposed, some are kept, at every position in a block."""
@@ -101,19 +81,6 @@ def test_sequences_are_reordered_repeated_and_left_out() -> None:
         cache.reorder(torch.zeros(1, dtype=torch.int16))
 
 
-def test_a_cache_that_was_reordered_in_inference_mode_goes_on_outside_of_it() -> None:
-    module = NSAAttention(32, 4, 2, 8, 8, **SIZES).double()
-    x, index = torch.randn(3, 60, 32, dtype=torch.float64), torch.tensor([1, 1])
-    cache = KVCache(spare=4)
-    with torch.inference_mode():
-        module(x[:, :41], cache)
-        cache.reorder(index)
-        cache.crop(38)
-    with torch.no_grad():
-        found = module(x[index, 38:], cache)
-        torch.testing.assert_close(found, module(x[index])[:, 38:], rtol=0, atol=1e-10)
-
-
 def test_another_batch_than_the_caches_is_refused() -> None:
     module, cache, x = NSAAttention(32, 4, 2, 8, 8, **SIZES), KVCache(), torch.randn(3, 50, 32)
     with torch.no_grad():
@@ -133,25 +100,6 @@ def test_one_cache_for_all_layers_is_refused() -> None:
         pytest.raises(ValueError, match="caches has the same KVCache twice: each layer needs its own"),
     ):
         model(tokens, [KVCache()] * 12)
-
-
-def test_a_length_that_is_no_whole_number_changes_nothing() -> None:
-    module, cache, x = NSAAttention(32, 4, 2, 8, 8, **SIZES), KVCache(spare=5), torch.randn(1, 50, 32)
-    with torch.no_grad():
-        module(x[:, :40], cache)
-        with pytest.raises(TypeError, match="integer"):
-            cache.crop(38.5)  # type: ignore[arg-type]
-        cache.crop(torch.tensor(38))  # type: ignore[arg-type]
-        torch.testing.assert_close(module(x[:, 38:], cache), module(x)[:, 38:], rtol=0, atol=2e-5)
-    with pytest.raises(TypeError, match="integer"):
-        KVCache(spare=2.5)  # type: ignore[arg-type]
-
-
-def test_the_default_device_is_not_the_layers() -> None:
-    module, cache, x = NSAAttention(32, 4, 2, 8, 8, **SIZES), KVCache(), torch.randn(1, 50, 32)
-    with torch.no_grad(), torch.device("meta"):
-        parts = [module(x[:, :40], cache), module(x[:, 40:41], cache), module(x[:, 41:], cache)]
-        torch.testing.assert_close(torch.cat(parts, 1), module(x), rtol=0, atol=2e-5)
 
 
 def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:

@@ -76,13 +76,6 @@ def test_every_operator_refuses_a_tangent_of_every_argument(name: str, apply: Ap
 
 
 @FORWARD_MODES
-def test_a_selection_has_no_tangent_to_lose(apply: Apply) -> None:
-    found: list[torch.Tensor] = []
-    apply(lambda x: found.append(ops.select(x, 16, 3, "cpu")) or x, torch.rand(1, 50, 2, 4))  # type: ignore[func-returns-value]
-    assert found[0].dtype == torch.bool
-
-
-@FORWARD_MODES
 @pytest.mark.parametrize("i", range(8))
 def test_forward_mode_is_the_reference_s_alone(i: int, apply: Apply) -> None:
     inputs = make_inputs()
@@ -96,17 +89,6 @@ def test_forward_mode_is_the_reference_s_alone(i: int, apply: Apply) -> None:
     (gradient,) = torch.autograd.grad((of("reference")(x := inputs[i].clone().requires_grad_()) * weight).sum(), x)
     tangent = apply(of("reference"), inputs[i])
     torch.testing.assert_close((tangent * weight).sum(), gradient.sum(), rtol=0, atol=1e-10)
-
-
-@FORWARD_MODES
-@pytest.mark.parametrize("branch", [None, "cmp", "sel", "win"])
-def test_the_layer_refuses_forward_mode_too(branch: Any, apply: Apply) -> None:
-    layer = NSAAttention(32, 4, 2, 8, 8, **SIZES, force_branch=branch)
-    x = torch.randn(1, 50, 32)
-    with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE):
-        apply(layer, x)
-    layer.backend = "reference"
-    assert apply(layer, x).abs().max() > 1e-3
 
 
 @FORWARD_MODES

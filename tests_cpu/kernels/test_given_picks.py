@@ -50,12 +50,6 @@ def test_numbers_are_the_mask_that_they_name(z: dict[str, Any]) -> None:
         compare(found, reference.selected(*exact, chosen, l_sel=l_sel, n_sel=1, scale=0.3), inputs, exact)
 
 
-def test_without_picks_the_output_is_zero_though_the_sum_of_the_keys_exceeds_float16() -> None:
-    q, k, v = (torch.ones(1, 2048, n, 64, dtype=torch.float16) for n in (2, 1, 1))
-    picks = torch.zeros(1, 2048, 1, 0, dtype=torch.int64)
-    assert not nsa.selected_attention(q, k, v, picks, l_sel=16).any()
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
 def test_picks_of_narrow_numbers_among_more_blocks_than_these_hold(dtype: torch.dtype) -> None:
     q, k, v = torch.randn(1, 300, 2, 8), torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8)

@@ -177,36 +177,6 @@ def test_math_takes_no_fused_kernel_forward_or_backward(backend: str, is_fused: 
     assert any("_scaled_dot_product_attention_math" in event.key for event in profile.key_averages()) is not is_fused
 
 
-@pytest.mark.parametrize("chunks", ["small", pytest.param("as shipped", marks=pytest.mark.slow)])
-def test_tiles_and_chunks_meet(monkeypatch: pytest.MonkeyPatch, chunks: str) -> None:
-    """Sequences are long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""
-    if chunks == "small":
-        in_small_pieces(monkeypatch)
-    S = 700 if chunks == "small" else 1500
-    inputs, exact = leaves(torch.float64, (1, S, 4, 8), (1, S, 2, 8), (1, S, 2, 6))
-    compare(ops.sliding(*inputs, 150, 0.3, "cpu")[0], reference.sliding(*exact, w=150, scale=0.3), inputs, exact)
-    chosen = blocks.select(torch.rand(1, S, 2, -(-S // 32)), 32, 6)
-    found = ops.selected(*inputs, chosen, 32, 6, 0.3, "cpu")[0]
-    compare(found, reference.selected(*exact, chosen, l_sel=32, n_sel=6, scale=0.3), inputs, exact)
-    n = blocks.num_compressed(S, 16, 8)
-    inputs, exact = leaves(torch.float64, (1, S, 4, 8), (1, n, 2, 8), (1, n, 2, 6))
-    found = ops.compressed(*inputs, 16, 8, 32, 0.3, "cpu")[0]
-    compare(found, reference.compressed(*exact, l=16, d=8, l_sel=32, scale=0.3)[0], inputs, exact)
-
-
-def test_gradcheck() -> None:
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64).requires_grad_()
-
-    q, k, v = random(1, 9, 2, 3), random(1, 9, 1, 3), random(1, 9, 1, 2)
-    chosen = blocks.select(torch.rand(1, 9, 1, 5), 2, 4)
-    n = blocks.num_compressed(9, 4, 2)
-    assert torch.autograd.gradcheck(lambda *x: ops.sliding(*x, 5, 0.5, "cpu")[0], (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: ops.selected(*x, chosen, 2, 4, 0.5, "cpu")[0], (q, k, v))
-    compressed = (q, random(1, n, 1, 3), random(1, n, 1, 2))
-    assert torch.autograd.gradcheck(lambda *x: ops.compressed(*x, 4, 2, 2, 0.5, "cpu")[0], compressed)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_errors_are_those_of_dense_attention(dtype: torch.dtype) -> None:
     """Against float64 on the same numbers, errors are at most three times those of torch's own causal attention."""

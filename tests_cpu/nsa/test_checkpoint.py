@@ -11,9 +11,7 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ from tests_cpu.namespaces import MOUNT, in_namespace
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
 SMALL = """
 model:
   {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, d_k: 8, d_v: 8, l: 8, d: 4, l_sel: 16, n_sel: 3, w: 16, mlp_hidden: 16,
@@ -462,51 +459,6 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
     (saved / "checkpoint.json").write_text("{}")
     assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["auto", "none", "nowhere"])
-def test_a_program_that_reads_a_checkpoint_takes_each_name_as_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert export.main([name, "weights.safetensors"]) == 2
-    assert (
-        f"error: checkpoint {name!r}: is not a checkpoint of this program; give a step_* folder"
-        in capsys.readouterr().err
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(170)
-def test_ranks_without_their_launcher_end_and_the_next_start_waits_for_them(tmp_path: Path) -> None:
-    small(tmp_path)
-    out = tmp_path / "run"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "nsa.train", "--ddp", "1"]
-    command = [
-        sys.executable,
-        *launcher,
-        "--config",
-        str(tmp_path / "small.yaml"),
-        "--out",
-        str(out),
-        "--save-every",
-        "5",
-    ]
-    log = tmp_path / "first.log"
-    with log.open("wb") as file:
-        first = subprocess.Popen([*command, "--steps", "1000000"], cwd=ROOT, stdout=file, stderr=file)
-    while "] step 3/" not in log.read_text():
-        assert first.poll() is None, log.read_text()
-        time.sleep(0.05)
-    pids = [json.loads((out / f"rank{n}" / "events.jsonl").read_text().splitlines()[0])["pid"] for n in (0, 1)]
-    first.kill()
-    first.wait()
-    second = subprocess.run([*command, "--steps", "1", "--resume", "auto"], cwd=ROOT, text=True, capture_output=True)
-    assert second.returncode == 0, second.stderr
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    stopped = re.search(r"stopped after step (\d+), as its launcher has ended", log.read_text())
-    assert stopped is not None
-    assert f"resumed from {out}/checkpoints/step_{int(stopped[1]):08d} after step" in second.stdout
 
 
 def test_a_resumed_run_waits_for_ranks_that_still_write(

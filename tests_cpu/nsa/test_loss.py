@@ -90,18 +90,6 @@ def test_chunks_have_no_second_derivative() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.slow
-# torch's own, as it traces a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_chunks_compile_into_one_graph() -> None:
-    x, weight, targets = drawn(torch.float32)
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    found = with_gradients(compiled(x, weight, targets, 9 * 4 * VOCABULARY), x, weight)
-    wanted = with_gradients(linear_cross_entropy(x, weight, targets), x, weight)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_a_model_that_is_given_targets_returns_the_loss_of_its_logits() -> None:
     model = build_model(load_config(ROOT / "configs" / "tiny_cpu.yaml"))
     tokens = torch.randint(0, 256, (2, 33))

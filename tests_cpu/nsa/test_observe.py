@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -165,17 +164,6 @@ def test_an_exception_that_cannot_be_printed_stays_what_it_is(session: TraceSess
         Raises()()
 
 
-def test_ddp_s_figures_are_read_between_steps(session: TraceSession, alone: None) -> None:
-    told: dict[int, dict[str, Any]] = {}
-    session.observer.on_ddp = told.__setitem__
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 1)))
-    for _ in range(9):
-        step(model)
-    assert list(told) == [4, 8]
-    assert sum(told[8]["bucket_sizes"]) == 4 * sum(p.numel() for p in model.parameters())
-    assert told[8]["backward_compute_time"] > 0
-
-
 def test_quick_phases_do_not_fill_the_disk(session: TraceSession, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with torch.no_grad():
@@ -279,21 +267,6 @@ def test_a_heartbeat_answers_each_request_for_counters(tmp_path: Path, monkeypat
         times.append(json.loads((tmp_path / "counters.json").read_text())["time"])
     heart.stop()
     assert times[0] < times[1]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has another name for it
-@world_size(2)
-def test_what_was_waited_for_is_left(group: Group) -> None:
-    """gloo's reduce_scatter says for ever that it is not completed: each one was kept, with its tensors."""
-    recorder = installed().recorder
-    whole, part = torch.ones(4), torch.empty(2)
-    dist.reduce_scatter_tensor(part, whole)
-    work = dist.reduce_scatter_tensor(part, whole, async_op=True)
-    assert work is not None
-    assert recorder.is_waiting
-    work.wait()
-    assert not recorder.is_waiting
-    assert part.tolist() == [2.0, 2.0]
 
 
 @world_size(2)

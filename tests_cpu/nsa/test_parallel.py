@@ -171,17 +171,6 @@ def test_the_files_of_fsdp_have_its_name_and_the_dtypes_that_it_computes_in(grou
     assert report[2].startswith("embed.weight  torch.float32  (256, ")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compute"), [("fp32", "as the parameters"), ("bf16", "torch.bfloat16 (autocast: matrix products and")]
-)
-def test_the_report_of_dtypes_of_one_process(tmp_path: Path, dtype: str, compute: str) -> None:
-    Trainer(configured(**{"train.dtype": dtype}), RankInfo(), tmp_path)
-    report = (tmp_path / "dtypes_report.txt").read_text().splitlines()
-    assert report[0].startswith(f"# compute: {compute}")
-    assert report[1] == "# reduction: none (one process)"
-    assert report[2].startswith("embed.weight  torch.float32  (256, ")
-
-
 def test_nothing_is_selected_twice_where_the_selection_is_kept(artifacts: Path, selections: list[int]) -> None:
     found = {}
     for keep in (False, True):
@@ -208,21 +197,6 @@ def test_documents_that_do_not_see_each_other(artifacts: Path) -> None:
     torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="must start at 0, never fall, and end at S=60"):
         model(tokens, cu_seqlens=torch.tensor([0, 70]))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo
-def test_compiled_blocks_are_compiled_once_for_packs_of_any_number_of_documents(artifacts: Path) -> None:
-    from torch._dynamo.utils import counters
-
-    texts = artifacts / "texts.jsonl"
-    texts.write_text("".join(f'{{"text": "{(7 * i % 90 + 1) * "a"}"}}\n' for i in range(90)))
-    small = {"model.n_layers": 1, "data.dataset": str(texts), "data.boundaries": True}
-    plain, _ = train(configured(**small), RankInfo(), artifacts, steps=6)
-    counters.clear()
-    rows, _ = train(configured(**small, **{"train.compile": "blocks"}), RankInfo(), artifacts, steps=6)
-    assert rows == pytest.approx(plain, rel=TOLERANCE)
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_no_statistics_are_written_every_0_steps(artifacts: Path) -> None:

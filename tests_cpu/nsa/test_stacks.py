@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,30 +78,6 @@ def test_a_look_is_read_as_a_dump() -> None:
     assert [(f.file, f.line, f.function) for f in stack.frames] == [
         (p.code.co_filename, p.line, p.code.co_name) for p in stacks[main]
     ]
-
-
-def test_a_generator_ends_in_its_own_thread() -> None:
-    """A frame that a look held on to would end it in the looking thread."""
-    ended_in: set[int | None] = set()
-    ends = threading.Event()
-
-    def numbers() -> Iterator[int]:
-        try:
-            yield 1
-        finally:
-            ended_in.add(threading.get_ident())
-
-    def watch() -> None:
-        while not ends.is_set():
-            look()
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for _ in range(3000):
-        next(numbers())
-    ends.set()
-    watcher.join()
-    assert ended_in == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("rounds", [200, pytest.param(20_000, marks=pytest.mark.slow)])

@@ -74,13 +74,6 @@ def test_a_call_within_another_gives_way_to_its_key_and_its_limit(recorded: Reco
     assert (recorded.now().key, recorded.now().limit_time) == ("", 0.0)
 
 
-def test_no_key_of_a_call_that_has_ended_stays_on_the_board(recorded: Recorded) -> None:
-    with pytest.raises(RuntimeError):
-        recorded.store.get("raises")
-    assert recorded.within[0].key == "raises"
-    assert (recorded.now().key, recorded.now().limit_time) == ("", 0.0)
-
-
 def test_a_look_names_its_keys_until_the_next_one(recorded: Recorded) -> None:
     recorded.store.check(["flag/1", "flag/2"])
     assert recorded.now().key == "flag/1, flag/2"
@@ -99,16 +92,6 @@ def test_another_thread_s_calls_are_not_the_main_thread_s(recorded: Recorded) ->
     thread.start()
     thread.join()
     assert [board.key for board in (*recorded.within, recorded.now())] == ["", ""]
-
-
-def test_a_new_test_begins_without_a_key(recorded: Recorded) -> None:
-    recorded.store.check(["of the test before"])
-    recorded.recorder.forget()
-    recorded.board.text("key", "")  # as a new test's board has it
-    recorded.store.check(["of the test before"])  # named again, though it is the key that was named last
-    assert recorded.now().key == "of the test before"
-    recorded.store.get("done")
-    assert recorded.now().key == "of the test before"
 
 
 def test_of_each_line_and_kind_the_first_and_the_last_key_are_recorded(recorded: Recorded) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,28 +105,6 @@ def test_the_trace_of_modules_changes_nothing(lines: pytest.LogCaptureFixture) -
     assert not any(p._backward_hooks for p in model.parameters())
 
 
-@dataclass
-class Output:
-    hidden: torch.Tensor
-
-
-class Wrapped(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
-        return Output(super().forward(x))
-
-
-def test_each_backward_of_a_graph_is_traced_and_through_a_dataclass(lines: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"blocks": nn.ModuleList([Wrapped(4, 4)])})
-    trace = ModuleBackwardTrace(model)
-    loss = model["blocks"][0](torch.ones(1, 4)).hidden.sum()  # type: ignore[index]
-    for step in (1, 2):
-        trace.reset(step)
-        loss.backward(retain_graph=True)
-        assert trace.report(step) == []
-    trace.close()
-    assert [m for m in lines.messages if "module=" in m] == [f"[MODULE-BWD] step={s} module=blocks.0" for s in (1, 2)]
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by the compiler, of a tensor in a frame that it resumes
 def test_a_trace_for_each_step_compiles_nothing_again() -> None:
     model = Detached()
@@ -190,14 +167,6 @@ def test_the_ring_keeps_the_newest(tmp_path: Path) -> None:
     assert snapshot is not None
     assert [c.sequence for c in snapshot.collectives] == list(range(10, RING_SIZE + 10))
     assert snapshot.inside == ()
-
-
-@pytest.mark.parametrize("size", [0, 100, 5000])
-def test_a_truncated_board_is_no_board(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "board.bin"
-    Board(path, rank=0, world_size=1)
-    path.write_bytes(path.read_bytes()[:size])
-    assert BoardReader(path).read() is None
 
 
 def helper() -> tuple[str, str]:

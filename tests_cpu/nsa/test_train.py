@@ -7,7 +7,6 @@ import csv
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -286,54 +285,6 @@ def test_the_loss_on_real_prose_falls(tmp_path: Path, run: Run) -> None:
     found = losses(tmp_path)
     assert found[0] == pytest.approx(5.55, abs=0.2)
     assert sum(found[-5:]) / 5 < 3.6
-
-
-@pytest.mark.slow
-def test_two_nodes_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
-    """torchrun runs on each node, and a virtual cable joins them: ranks meet, and only rank 0 prints."""
-    if (
-        shutil.which("ip") is None
-        or subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode
-    ):
-        pytest.skip("no network namespace can be made here, or no `ip` command")
-    launch = (
-        f"GLOO_SOCKET_IFNAME=$IF exec {sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=1 --node_rank=$NODE "
-        f"--master_addr=10.77.0.1 --master_port=29511 -m nsa.train --config {TINY} --ddp 1 --steps 2 --out {tmp_path}/node$NODE"
-    )
-    script = f"""
-set -e
-unshare -n sleep 100 & far=$!
-until [ "$(readlink /proc/$far/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do :; done
-ip link set lo up
-ip link add near type veth peer name far
-ip link set far netns $far
-ip addr add 10.77.0.1/24 dev near; ip link set near up
-nsenter -t $far -n sh -c 'ip link set lo up; ip addr add 10.77.0.2/24 dev far; ip link set far up'
-(NODE=1 IF=far; export NODE IF; nsenter -t $far -n sh -c '{launch}' > {tmp_path}/far.txt 2>&1) & other=$!
-NODE=0 IF=near; export NODE IF; sh -c '{launch}'
-wait $other
-kill $far
-"""
-    done = subprocess.run(
-        ["unshare", "-n", "bash", "-c", script], cwd=ROOT, text=True, capture_output=True, timeout=120, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "far.txt").read_text()[-3000:]
-    assert done.stdout.count("[train] step 2/2") == 1
-    assert "[train]" not in (tmp_path / "far.txt").read_text()
-    first, second = losses(tmp_path / "node0")
-    assert first == pytest.approx(5.55, abs=0.2)
-    assert second < first
-
-
-@pytest.mark.slow
-def test_debug_detail_on_gloo_is_info_and_said(warm: WarmPython, tmp_path: Path) -> None:
-    """The plan's own environment sets DETAIL, with which torch 2.13 would end by SIGSEGV."""
-    done = under_torchrun(
-        warm, "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), TORCH_DISTRIBUTED_DEBUG="DETAIL"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count("this run uses INFO instead") == 1
 
 
 def test_without_torch_the_program_says_so_in_a_line(tmp_path: Path) -> None:

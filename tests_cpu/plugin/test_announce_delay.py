@@ -9,7 +9,6 @@ import pytest
 
 from pytest_nsa.monitor import announce_delay
 from pytest_nsa.testing import run_example
-from pytest_nsa.wire.files import read_lines
 
 
 def board(step: int, line: str) -> Any:
@@ -32,47 +31,6 @@ def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> N
         past.moved(0, board(step, ""), board(step + 1, ""), 0.0)
         now += 2.0
     assert past.limit(3.0, "train.py:1 in step") == 10.0
-
-
-PAUSES = """
-def save(rank):
-    if rank == 1:
-        time.sleep(4.5)
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_saves_twice(group):
-    for _ in range(2):
-        save(group.rank)
-        dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_a_pause_that_recurs_is_announced_once(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, PAUSES, "--ranks-keep", "all")
-    assert result.outcomes == {"passed": 1}
-    announced = list(read_lines(result.folder("test_saves_twice") / "suspicions.jsonl"))
-    assert [(a["cause"], a["ranks"]) for a in announced] == [("sleeping", [1])]
-
-
-COMPUTES = """
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_computes(group):
-    end = time.monotonic() + 12.5
-    while group.rank == 1 and time.monotonic() < end:
-        sum(range(1000))
-    dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_at_work_is_announced_late_as_that(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, COMPUTES)
-    assert result.outcomes == {"passed": 1}
-    assert "test_computes: rank 1 at work for 1" in result.stdout
-    assert "infinite_loop" not in result.stdout
 
 
 JOINS = """

@@ -130,28 +130,6 @@ def test_c(group): assert group.rank == 2
     assert result.outcomes == {"passed": 1, "failed": 1, "xfailed": 1}
 
 
-def test_the_report_is_one_file_that_needs_no_network(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-@pytest.mark.timeout(5)
-def test_hangs(group):
-    if group.rank == 1:
-        time.sleep(1000)
-    dist.barrier()
-"""
-    result = run_example(pytester, source)
-    assert result.run is not None
-    page = (result.run / "report.html").read_text()
-    assert not re.search(r"(src|href)=[\"']?https?:|@import|url\(http", page)
-    lanes = re.findall(r"<svg[^>]*aria-label=\"2 ranks over [\d.]+ seconds\"", page)
-    assert len(lanes) == 1
-    assert re.findall(r'data-lane="(\d)"', page) == ["0", "1"]
-    assert "rank 1 ◀" in page
-    assert '<span class="who culprit">rank 1</span>' in page
-    assert '<span class="line here">   10          time.sleep(1000)\n</span>' in page
-    assert "test_example.py:10 in test_hangs" in page
-
-
 def test_no_control_character_and_no_markup_of_a_test_s_reaches_the_reports(
     pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,20 +199,27 @@ def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester) -> No
 @pytest.mark.parametrize(
     ("ini", "message"),
     [
-        (
-            "ranks_artifacts_mode=7",
-            "ini ranks_artifacts_mode = '7': must be permissions in octal that let the owner in, as in 0750",
-        ),
-        ("ranks_artifacts_mode=rwx", "ini ranks_artifacts_mode = 'rwx': must be permissions in octal"),
-        ("artifacts_dir=", "ini artifacts_dir '': is the tests' root folder; give a folder for evidence alone"),
-        ("ranks_ahead=maybe", "ini ranks_ahead: invalid truth value 'maybe': must be true or false"),
-        ("ranks_bisect_env=FOO", "ini ranks_bisect_env: 'FOO': must be NAME=VALUE"),
+        ("ranks_artifacts_mode=7", "= '7': must be permissions in octal that let the owner in, as in 0750"),
+        ("ranks_artifacts_mode=rwx", "= 'rwx': must be permissions in octal"),
+        ("artifacts_dir=", " '': is the tests' root folder; give a folder for evidence alone"),
+        ("ranks_artifacts_keep=few", "= 'few': must be a number, as in ranks_artifacts_keep = 20"),
+        ("ranks_ahead=maybe", ": invalid truth value 'maybe': must be true or false"),
+        ("ranks_bisect_env=FOO", ": 'FOO': must be NAME=VALUE"),
+        ("ranks_bisect_env=RANK=3", ": RANK: the plugin sets it; remove it"),
+        ("ranks_timeout=soon", "= 'soon'"),
+        ("ranks_hang_after=-1", "= '-1'"),
+        ("ranks_hang_after=400", "= 400: must be b"),
+        ("ranks_start_timeout=0", "= '0'"),
+        ("ranks_unmarked=some", "= 'some': must be all or leader"),
+        ("ranks_host_plugins=!", ": '!': must be the name of a plugin, as in allure_pytest, or !name"),
+        ("ranks_host_plugins=acts\n!acts", ": has both acts and !acts; remove one of them"),
     ],
 )
 def test_an_ini_value_that_cannot_be_used_is_refused(pytester: pytest.Pytester, ini: str, message: str) -> None:
     result = run_example(pytester, "@world_size(2)\ndef test_a(): pass\ndef test_plain(): pass", "-o", ini)
     assert result.outcomes == {"passed": 1, "errors": 1}
-    assert message in result.stdout
+    text = result.stdout.replace(f"ini {ini.partition('=')[0]} = ", f"ini {ini.partition('=')[0]}= ")
+    assert f"ini {ini.partition('=')[0]}{message}" in text
 
 
 def test_git_ignores_only_a_folder_that_was_empty(pytester: pytest.Pytester) -> None:
@@ -295,33 +280,3 @@ def test_a(group, trace):
     assert result.verdicts["test_a"].parameters_missing == ("2.weight", "1.weight")
     row = next(line for line in (result.run / "SUMMARY.md").read_text().splitlines() if line.startswith("| [parts]"))
     assert row.split(" | ")[5] == "2"
-
-
-def test_the_order_in_which_gradients_become_ready_is_compared(pytester: pytest.Pytester) -> None:
-    """On rank 1 the two halves of the model are called in another order, from the second step on; DDP's buckets do not mind."""
-    source = """
-class Halves(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-
-    def forward(self, x, *, swapped):
-        if swapped:
-            b, a = self.b(x), self.a(x)
-        else:
-            a, b = self.a(x), self.b(x)
-        return a + b
-
-@trace_kinds("grads")
-@world_size(2)
-@pytest.mark.parametrize("apart", [0, 1])
-def test_a(ddp, trace, apart, artifacts):
-    model = ddp.wrap(Halves())
-    for step in range(2):
-        with trace(model):
-            model(torch.ones(1, 2), swapped=bool(apart and step and ddp.rank)).sum().backward()
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 2}
-    orders = {name: verdict.figures["ready_orders"] for name, verdict in result.verdicts.items()}
-    assert orders == {"test_a[0]": 1, "test_a[1]": 2}

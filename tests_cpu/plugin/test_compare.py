@@ -7,7 +7,6 @@ import io
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -263,14 +262,3 @@ def test_a_machine_that_is_slower_is_no_regression() -> None:
     assert compare([base], [new]) == []
     new["t2"] = replace(new["t2"], figures=figures(1.4 * 1.3 * 12))
     assert kinds(compare([base], [new])) == [("t2", "step", "worse")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ten_pairs_of_equal_runs_differ_in_nothing(tmp_path: Path) -> None:
-    runs = []
-    for number in range(11):
-        (tmp_path / str(number)).mkdir()
-        runs.append(a_run(tmp_path / str(number)))
-    said = [tell("compare", a, b).stdout for a, b in pairwise(runs)]
-    assert [text for text in said if "Nothing is worse" not in text or "|" in text] == []

@@ -277,27 +277,6 @@ def test_an_engine_and_its_workers_that_wait_in_a_circle(warm: WarmPython, folde
     assert alive(folder) == []
 
 
-@pytest.mark.slow
-def test_a_worker_of_xdist_reports_to_its_controller(warm: WarmPython, folder: Path) -> None:
-    pytest.importorskip("xdist")
-    done = run(warm, folder, SPAWN, "-n1")
-    assert "HANG: rank 1 of 2, skipped_collective" in done.stdout
-    assert (folder / "artifacts" / "latest" / "SUMMARY.md").is_file()
-    assert alive(folder) == []
-
-
-@pytest.mark.slow
-def test_the_thread_method_of_pytest_timeout_loses_no_verdict(warm: WarmPython, folder: Path) -> None:
-    source = SPAWN.replace('    at_limit("rank0", "rank1")\n', "")
-    source = source.replace(
-        "def test_spawns", "import pytest\n\n@pytest.mark.timeout(25, method='thread')\ndef test_spawns"
-    )
-    done = run(warm, folder, source)
-    assert done.returncode == 1
-    assert "HANG: rank 1 of 2, skipped_collective" in done.stdout
-    assert "rank 1" in (folder / "artifacts" / "latest" / "SUMMARY.md").read_text()
-
-
 def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: WarmPython, folder: Path) -> None:
     done = run(warm, folder, RAISES)
     failure = ET.parse(folder / "junit.xml").find(".//failure")

@@ -11,7 +11,7 @@ from pathlib import Path
 import coverage
 import pytest
 
-from pytest_nsa.testing import HEADER, run_example
+from pytest_nsa.testing import run_example
 
 HYPOTHESIS = """
 from hypothesis import given, settings, strategies as st
@@ -56,25 +56,6 @@ def test_hypothesis_draws_the_same_examples_and_shrinks_in_step(pytester: pytest
     early = result.verdicts["test_one_rank_fails_before_a_collective"]
     assert (early.outcome, early.cause, early.ranks) == ("FAIL", "rank_exception", (1,))
     assert early.reason.startswith("AssertionError: assert (1 == 0 or ")
-
-
-def test_hypothesis_drives_methods_too(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("hypothesis", reason="the extra 'test' has it")
-    source = """
-from hypothesis import given, settings, strategies as st
-
-@reuse
-class TestClass:
-    @pytest.mark.parametrize("n", range(2))
-    @settings(max_examples=5)
-    @given(x=st.integers(0, 9))
-    @world_size(2)
-    def test_it(self, group, n, x):
-        total = torch.tensor(float(x))
-        dist.all_reduce(total)
-        assert total.item() == 2 * x
-"""
-    assert run_example(pytester, source).outcomes == {"passed": 2}
 
 
 COVERED = """
@@ -230,35 +211,6 @@ def test_pytest_s_own_facilities(pytester: pytest.Pytester) -> None:
     assert "because" in result.verdicts["test_fail"].reason
 
 
-@pytest.mark.skipif(pytest.version_tuple < (8, 4), reason="pytest before 8.4 skips such a test")
-def test_what_pytest_itself_fails_a_test_for_is_at_the_test(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-async def test_it(group): pass
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"failed": 1}
-    verdict = result.verdicts["test_it"]
-    assert verdict.reason.startswith("Failed: async def functions are not natively supported")
-    assert verdict.where == "test_example.py:6 in test_it"
-
-
-@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="subtests came with pytest 9")
-def test_subtests(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-def test_it(group, subtests):
-    for n in range(3):
-        with subtests.test(n=n):
-            assert n != 1 or group.rank == 0
-    dist.barrier()
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"failed": 1}
-    verdict = result.verdicts["test_it"]
-    assert (verdict.cause, verdict.ranks) == ("assertion", (1,))
-
-
 HOSTED = """
 @host_fixture(scope="session")
 def corpus(tmp_path_factory, on_host_only):
@@ -304,24 +256,6 @@ def test_it(group, model): pass
     result = run_example(pytester, source)
     assert result.outcomes == {"errors": 1}
     assert "host_fixture 'model': its value must be a Path, or what JSON can hold" in result.stdout
-
-
-@pytest.mark.slow
-def test_last_failed_exit_first_and_durations(pytester: pytest.Pytester) -> None:
-    (pytester.path / "test_example.py").write_text(
-        HEADER
-        + """
-@pytest.mark.parametrize("n", range(4))
-@world_size(2)
-def test_it(group, n): assert n not in (1, 2)
-"""
-    )
-    first = pytester.runpytest_subprocess("-x", "--durations=3", "-vv")
-    first.assert_outcomes(passed=1, failed=1)
-    assert "call     test_example.py::test_it[0]" in first.stdout.str()
-    pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
-    pytester.runpytest_subprocess("--lf", "--ranks-launch=clean").assert_outcomes(failed=1)
-    pytester.runpytest_subprocess("--ff").assert_outcomes(passed=2, failed=2)
 
 
 def test_a_rank_s_lines_count_for_their_test_where_tests_are_measured_one_by_one(pytester: pytest.Pytester) -> None:

@@ -114,16 +114,6 @@ def test_a_signal_ends_a_session_with_its_reports(
     check(tmp_path, process, moment, next((s for s in sent if s != INT), INT))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(170)
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("sent", [TERM, HUP, INT], ids=lambda s: s.name)
-def test_a_signal_to_the_whole_process_group(
-    warm: WarmPython, tmp_path: Path, sent: signal.Signals, workers: str
-) -> None:
-    check(tmp_path, end(warm, tmp_path, "a hang", [sent], "-n", workers, group=True), "a hang", sent)
-
-
 @pytest.mark.timeout(100)
 def test_a_signal_during_collection_leaves_no_process(warm: WarmPython, tmp_path: Path) -> None:
     process = start_session(warm, tmp_path, "import time\nopen('moment0', 'w').close()\ntime.sleep(1000)\n")
@@ -204,8 +194,6 @@ def test_a_session_keeps_as_many_runs_as_the_setting_names(pytester: pytest.Pyte
     left = {path.name for path in root.iterdir() if not path.is_symlink() and path.is_dir()}
     assert result.run is not None
     assert left == {result.run.name, *(made[n - 1].name for n in (5, 4, 1))}
-    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "-o", "ranks_artifacts_keep=few")
-    assert "ini ranks_artifacts_keep = 'few': must be a number, as in ranks_artifacts_keep = 20" in result.stdout
 
 
 @pytest.mark.slow

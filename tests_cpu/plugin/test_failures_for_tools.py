@@ -51,16 +51,6 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert f"{pytester.path}/{place}: {place} assertion, rank 1 of 2" in short
 
 
-@pytest.mark.slow
-def test_a_failure_is_coloured_as_pytest_s_own_are_and_travels_between_processes(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("xdist")
-    for options in ((), ("-p", "xdist", "-n", "1")):
-        shown = run_example(pytester, SOURCE, "--color=yes", "-k", "test_fails", *options).stdout
-        coloured = "\x1b[31m" in next(line for line in shown.splitlines() if "FAIL: rank 1 of 2, assertion" in line)
-        assert coloured == (not options), "xdist sends the text alone"
-        assert "rank 1 alone fails" in shown
-
-
 def test_the_short_summary_of_a_hang_fits_80_columns(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,16 +83,6 @@ def test_a_failure_is_listed_once(pytester: pytest.Pytester) -> None:
         assert "test_missing_fixture: fixture 'nowhere' not found" in closing
 
 
-@pytest.mark.slow
-def test_a_hang_in_a_worker_of_xdist_has_its_line_in_the_controller(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("xdist")
-    source = (
-        "@world_size(2)\ndef test_it(group):\n    if group.rank: dist.all_reduce(torch.ones(1))\n    dist.barrier()\n"
-    )
-    result = run_example(pytester, source, "-p", "xdist", "-n", "1")
-    assert len(re.findall(r"^  HANG \[\d+\.\d s\] test_example\.py:\d+ ", result.stdout, re.M)) == 1
-
-
 def test_what_ranks_record_is_in_the_junit_file_under_their_rank(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
@@ -122,38 +102,6 @@ def test_records(group, record_property, record_testsuite_property, request):
         assert of_the_suite == {"torch": "2", "device": "cpu:0", "rank1.device": "cpu:1"}
         of_the_test = {p.get("name"): p.get("value") for p in suite.findall("testcase/properties/property")}
         assert of_the_test == {"loss": "0.5", "memory": "100", "late": "0", "rank1.memory": "101", "rank1.late": "1"}
-
-
-COLLECTS = """
-import pytest
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    failures = getattr(item, "collected_failures", [])
-    if call.when == "call" and failures:
-        try:
-            raise AssertionError("\\n".join(failures))
-        except AssertionError:
-            call.excinfo = pytest.ExceptionInfo.from_current()
-        report.outcome, report.longrepr = "failed", "\\n".join(failures)
-    return report
-"""
-
-
-def test_what_a_plugin_collected_is_at_its_line(pytester: pytest.Pytester) -> None:
-    """As pytest-check does: the test goes on, and the plugin fails it at its end."""
-    pytester.makepyfile(collects=COLLECTS)
-    source = """
-@world_size(2)
-def test_checks(group, request):
-    line = sys._getframe().f_lineno
-    request.node.collected_failures = [f"check 1 == 2\\ntest_example.py:{line} in test_checks() -> check.equal(1, 2)"]
-    group.barrier()
-"""
-    result = run_example(pytester, source, "-p", "collects")
-    line = next(i for i, text in enumerate((HEADER + source).splitlines(), 1) if "f_lineno" in text)
-    assert result.verdicts["test_checks"].where.endswith(f"test_example.py:{line} in test_checks"), result.stdout
 
 
 def test_a_rank_that_a_plugin_fails_by_its_report_alone_has_a_cause(pytester: pytest.Pytester) -> None:
@@ -183,29 +131,6 @@ def test_passes_against_expectation(group): group.barrier()
     assert "left 2 sockets open" in verdict.reason
     strict = result.verdicts["test_passes_against_expectation"]
     assert (strict.cause, strict.ranks, strict.reason) == ("", (), "")
-
-
-def test_no_rank_alone_fails_where_ranks_fail_at_different_lines(pytester: pytest.Pytester) -> None:
-    """With soft checks, after which a rank goes on, and without them."""
-    pytester.makepyfile(collects=COLLECTS)
-    source = """
-@world_size(2)
-def test_goes_on(group, request):
-    line = sys._getframe().f_lineno
-    failed = [f"check {n}\\ntest_example.py:{line + n} in test_goes_on() -> check(False)" for n in (0, 1)]
-    request.node.collected_failures = failed[1 - group.rank:]
-
-@world_size(2)
-def test_ends(group):
-    assert group.rank != 0
-    assert group.rank != 1
-"""
-    result = run_example(pytester, source, "-p", "collects")
-    assert result.outcomes == {"failed": 2}
-    for name in ("test_goes_on", "test_ends"):
-        first = result.verdicts[name].ranks
-        assert len(first) == 1
-        assert f"rank {1 - first[0]} at test_example.py:" in result.verdicts[name].advice, result.stdout
 
 
 @pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest before 9 has no subtests")

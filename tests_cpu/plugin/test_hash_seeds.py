@@ -53,32 +53,6 @@ def test_after_it_ranks_are_forked(group):
     assert "hash seeds: @hash_seeds(1, 2) starts the ranks with these again" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("marks", "message"),
-    [
-        (
-            "@hash_seeds('3')\n@world_size(1)",
-            "hash_seeds('3'): takes a whole number from 0 to 4294967295 for each rank",
-        ),
-        ("@hash_seeds(3)\n@world_size(2)", "hash_seeds: is for 1 of 2 ranks: give a seed for each, or none"),
-        ("@hash_seeds", "hash_seeds: does nothing, as the test does not run on ranks; set PYTHONHASHSEED for pytest"),
-    ],
-)
-def test_what_is_refused(pytester: pytest.Pytester, marks: str, message: str) -> None:
-    result = run_example(pytester, f"{marks}\ndef test_it(): pass\n")
-    assert message in result.stdout + result.stderr
-    assert result.outcomes == {"errors": 1}
-
-
-def test_with_ranks_that_are_kept_is_refused(pytester: pytest.Pytester) -> None:
-    result = run_example(
-        pytester, "pytestmark = pytest.mark.reuse\n@hash_seeds\n@world_size(2)\ndef test_it(group): pass\n"
-    )
-    assert (
-        "hash_seeds: starts new ranks, and reuse keeps them: take one of the two off" in result.stdout + result.stderr
-    )
-
-
 def test_the_mark_of_the_fixture_trace_has_two_names(pytester: pytest.Pytester) -> None:
     source = """
 @pytest.mark.{name}("grads")

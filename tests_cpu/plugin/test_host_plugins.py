@@ -162,22 +162,6 @@ def test_ranked(group, sees_outcome):
     }  # fmt: skip
 
 
-RETRIES = (
-    NOTES
-    + """
-from _pytest.runner import runtestprotocol
-
-def pytest_runtest_protocol(item, nextitem):
-    for attempt in range(3):
-        note("attempt")
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        if not any(report.failed for report in reports):
-            break
-    for report in reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    return True
-"""
-)
 SECOND_TIME = """
 @world_size(2)
 @pytest.mark.flaky(retries=2)
@@ -193,20 +177,6 @@ def test_ranked(group, tmp_path_factory):
 def runs_of_ranks(pytester: pytest.Pytester) -> list[set[str]]:
     """The processes that ran the test as each rank."""
     return [set((pytester.path / f"runs{rank}").read_text().split()) for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("place", ["plugin", "conftest"])
-def test_a_protocol_that_retries_gets_fresh_ranks(pytester: pytest.Pytester, place: str) -> None:
-    if place == "conftest":
-        pytester.makeconftest(RETRIES)
-    arguments = ["-p", "no:rerunfailures", "-o", "markers=flaky"]
-    if place == "plugin":
-        result = run(pytester, RETRIES, SECOND_TIME, *arguments)
-    else:
-        result = run_example(pytester, SECOND_TIME, *arguments)
-    assert result.outcomes == {"passed": 1}
-    assert [rank for _, rank, _ in calls(pytester)] == ["host", "host"]
-    assert [len(processes) for processes in runs_of_ranks(pytester)] == [2, 2]
 
 
 def test_pytest_retry_gets_fresh_ranks(pytester: pytest.Pytester) -> None:
@@ -267,19 +237,6 @@ def test_the_setting_takes_a_conftest_by_its_path(pytester: pytest.Pytester) -> 
     result = run_example(pytester, source, "-o", "ranks_host_plugins=!conftest.py")
     assert result.outcomes == {"failed": 1}
     assert {rank for _, rank, what in calls(pytester) if what == "call"} == {"host", "0", "1"}
-
-
-@pytest.mark.parametrize(
-    ("lines", "error"),
-    [
-        ("!", "ini ranks_host_plugins: '!': must be the name of a plugin, as in allure_pytest, or !name"),
-        ("acts\n!acts", "ini ranks_host_plugins: has both acts and !acts; remove one of them"),
-    ],
-)
-def test_a_wrong_line_is_an_error_of_the_tests_on_ranks(pytester: pytest.Pytester, lines: str, error: str) -> None:
-    result = run_example(pytester, RANKED_AND_PLAIN, "-o", f"ranks_host_plugins={lines}")
-    assert result.outcomes == {"passed": 1, "errors": 1}
-    assert error in result.stdout
 
 
 DEPENDENCY = """

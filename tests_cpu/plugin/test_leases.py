@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,7 @@ import pytest
 
 from pytest_nsa.session import resources
 from pytest_nsa.session.needs import Needs
-from pytest_nsa.settings import settings_key
+from pytest_nsa.settings import resolve
 from pytest_nsa.system import gpu
 from pytest_nsa.system.leases import Broker, hold_while_alive
 from pytest_nsa.testing import ExampleResult, run_example
@@ -67,38 +66,11 @@ def test_it(group, n, artifacts):
     assert not lease_folder.exists()
 
 
-# Each of two tests waits inside for the other.
-MEET = """
-@pytest.mark.parametrize("n", range(2))
-@{mark}
-@world_size(1)
-def test_it(group, n):
-    from pathlib import Path
-    (Path({folder!r}) / f"here{{n}}").touch()
-    while not (Path({folder!r}) / f"here{{1 - n}}").exists():
-        time.sleep(0.01)
-"""
-
-
-@pytest.mark.slow
-def test_tests_that_share_may_meet_on_a_gpu(pytester: pytest.Pytester, lease_folder: Path, tmp_path: Path) -> None:
-    source = MEET.format(mark="gpu(count=4, share=True)", folder=str(tmp_path))
-    assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
-    assert not lease_folder.exists()
-
-
 @pytest.fixture
 def one_gpu(lease_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Simulate one GPU of 16 GiB, and return the folder of leases."""
     monkeypatch.setenv("NSA_FAKE_GPUS", "1")
     return lease_folder
-
-
-@pytest.mark.slow
-def test_tests_whose_memory_fits_meet_on_a_gpu(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
-    source = MEET.format(mark="gpu(memory='8GiB')", folder=str(tmp_path))
-    assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
-    assert not one_gpu.exists()
 
 
 @pytest.mark.slow
@@ -296,27 +268,6 @@ def test_a_killed_holder_whose_ranks_live_on_keeps_the_gpu(tmp_path: Path) -> No
     assert not list(tmp_path.parent.glob(f"{tmp_path.name}/gpu*"))
 
 
-def test_wrong_marks_are_refused(pytester: pytest.Pytester) -> None:
-    source = """
-@gpu(count=0)
-@world_size(1)
-def test_a(group): pass
-
-@cores(100000)
-@world_size(1)
-def test_b(group): pass
-
-@gpu(memory="8 gigs")
-@world_size(1)
-def test_c(group): pass
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"errors": 3}
-    assert "gpu(count=0): count=0 must be a whole number of GPUs, 1 or more, as in gpu(count=2)" in result.stdout
-    assert "memory='8 gigs' must be a whole number of MiB or GiB, as in gpu(memory='8GiB')" in result.stdout
-    assert f"cores(100000): this machine lends {len(os.sched_getaffinity(0))} cores" in result.stdout
-
-
 class Driver:
     """In NVML's place: GPU 0 has what ``used`` names next in use, a UUID always 5 GiB; there is no other GPU."""
 
@@ -362,7 +313,7 @@ def test_a_gpu_is_given_back_once_its_memory_is_free(
     driver = Driver(1, 8, 1, 1, 6)
     monkeypatch.setattr(gpu, "nvml", lambda: driver)
     monkeypatch.setattr(resources, "default_folder", lambda: tmp_path / "leases")
-    settings = replace(request.config.stash[settings_key], fake_gpus=0, gpu_ids=("0",))
+    settings = replace(resolve(request.config), fake_gpus=0, gpu_ids=("0",))
     ours, reported = resources.Resources(request.config, settings), []
     monkeypatch.setattr(ours, "_report", reported.append)
     needs = Needs(world_size=1, backend="gloo", device="cpu", gpus=1)

@@ -11,69 +11,8 @@ import pytest
 
 from nsa.trace.stall.stacks import MOST_THREADS, as_dump, look
 from pytest_nsa.evidence.stacks import parse_dump, thread_that_shows
-from pytest_nsa.testing import run_example
 from pytest_nsa.wire import messages
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL
-
-SOURCE = """
-import re
-
-def start_idle(count):
-    ends = threading.Event()
-    for _ in range(count):
-        threading.Thread(target=ends.wait, daemon=True).start()
-
-@pytest.mark.timeout(8)
-@world_size(2)
-def test_sleeps(group):
-    start_idle(150)
-    if group.rank == 1:
-        time.sleep(1000)
-    dist.barrier()
-
-@pytest.mark.timeout(8)
-@world_size(2)
-def test_holds_the_gil(group):
-    start_idle(150)
-    if group.rank == 1:
-        re.match(r"(a+)+b", "a" * 40)
-    dist.barrier()
-
-def descend(depth):
-    # Fast until the stack is much deeper than a dump, then slow enough for the machine's memory.
-    return descend(depth + 1) if depth < 2_000_000 else descend(depth + bool(sum(range(3000))))
-
-@pytest.mark.timeout(12)
-@world_size(2)
-def test_descends_without_an_end(group):
-    sys.setrecursionlimit(10**9)
-    if group.rank == 1:
-        descend(0)
-    dist.barrier()
-
-@pytest.mark.timeout(20)
-@world_size(2)
-def test_makes_an_extra_call(group):
-    start_idle(150)
-    for _ in range(3):
-        dist.barrier()
-    if group.rank == 1:
-        dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_the_main_thread_s_wait_is_the_rank_s(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, SOURCE)
-    found = {name: (v.cause, v.ranks, v.where.rpartition(" in ")[0]) for name, v in result.verdicts.items()}
-    assert found == {
-        "test_sleeps": ("sleeping", (1,), "test_example.py:18"),
-        "test_holds_the_gil": ("gil_held", (1,), "test_example.py:26"),
-        "test_descends_without_an_end": ("infinite_loop", (1,), "test_example.py:31"),
-        "test_makes_an_extra_call": ("extra_collective", (1,), "test_example.py:48"),
-    }
-    dump = parse_dump((result.folder("test_holds_the_gil") / "rank1" / "stacks.txt").read_text())
-    assert [t.frames[-1].function for t in dump if t.is_main] != ["_bootstrap"]
 
 
 def test_a_look_has_the_main_thread_among_many() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from pytest_nsa.marks import MAX_WORLD_SIZE, RULES, LayerRange
@@ -50,6 +52,32 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
             "rank_env(RANK='1'): RANK: the plugin numbers the ranks and chooses their GPUs",
         ),
         ("static_graph", "group", "static_graph: does nothing, as the test does not take the fixture 'ddp'"),
+        (
+            "world_size(2, group='none')",
+            "group",
+            "world_size(2, group='none'): takes numbers of ranks and group=None, as in ",
+        ),
+        (
+            "world_size('two')",
+            "group",
+            "world_size('two'): takes one whole number of ranks, as in world_size(2), or several",
+        ),
+        ("reuse(group='new')", "group", "reuse(group='new'): takes group='kept' or group='fresh'"),
+        ("reuse", "group", "reuse: belongs on a class or a module"),
+        ("fails_as('cosmic_ray')", "group", "fails_as('cosmic_ray'): 'cosmic_ray' must be one of skipped_collective, "),
+        ("hash_seeds('3')", "group", "hash_seeds('3'): takes a whole number from 0 to 4294967295 for each rank"),
+        ("hash_seeds(3)", "group", "hash_seeds: is for 1 of 2 ranks: give a seed for each, or none"),
+        (
+            "gpu(count=0)",
+            "group",
+            "gpu(count=0): count=0 must be a whole number of GPUs, 1 or more, as in gpu(count=2)",
+        ),
+        (
+            "gpu(memory='8 gigs')",
+            "group",
+            "gpu(memory='8 gigs'): memory='8 gigs' must be a whole number of MiB or GiB, as in gpu(memory='8GiB')",
+        ),
+        ("cores(100000)", "group", f"cores(100000): this machine lends {len(os.sched_getaffinity(0))} cores"),
     ],
 )
 def test_a_wrong_mark_is_refused_with_file_and_line(
@@ -60,20 +88,6 @@ def test_a_wrong_mark_is_refused_with_file_and_line(
     result.assert_outcomes(errors=1)
     assert f"test_wrong.py:3: test_it: {message}" in result.stdout.str()
     assert not (pytester.path / "artifacts").exists()
-
-
-def test_what_cannot_run_is_an_error_of_its_own_and_the_others_run(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        "import pytest\nfrom pytest_nsa import world_size\n@world_size(0)\ndef test_a(): pass\n"
-        "@pytest.mark.branch('x')\ndef test_b(branch): pass\n"
-        "@pytest.mark.world_size('two')\ndef test_c(): pass\ndef test_d(): pass\n"
-    )
-    result = pytester.runpytest_inprocess()
-    result.assert_outcomes(errors=3, passed=1)
-    error = result.stdout.str()
-    assert "test_a: world_size(0)" in error
-    assert "test_b: branch('x')" in error
-    assert "test_c: world_size('two'): takes one whole number of ranks, as in world_size(2), or several" in error
 
 
 @pytest.mark.parametrize("form", ["1, 3", "[1, 3]"], ids=["several", "a list, as other suites have it"])
@@ -129,22 +143,6 @@ def test_gpu_tests_are_listed_everywhere_and_skipped_with_one_reason(
     assert "needs a GPU" in result.stdout
 
 
-def test_marks_without_arguments_serve_wherever_pytest_takes_marks(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        HEADER
-        + """
-pytestmark = [gpu]
-
-@pytest.mark.parametrize("x", [pytest.param(1, marks=[static_graph, world_size(1)])])
-def test_a(ddp, x, request):
-    assert {m.name for m in request.node.iter_markers()} >= {"gpu", "static_graph", "world_size"}
-"""
-    )
-    pytester.runpytest_subprocess("--collect-only", "-q", "-m", "gpu and static_graph").stdout.fnmatch_lines(
-        ["*test_a*1*"]
-    )
-
-
 def test_layer_range_refuses_what_is_no_range() -> None:
     with pytest.raises(ValueError, match="the range must go up"):
         LayerRange("6:6")
@@ -183,33 +181,12 @@ def test_that_passes(group): pass
     assert result.verdicts["test_that_passes"].failed
 
 
-def test_a_group_that_the_mark_does_not_know_is_refused(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, "@world_size(2, group='none')\ndef test_x(group): pass")
-    assert "takes numbers of ranks and group=None, as in world_size(2) or world_size(2, group=None)" in result.stdout
-
-
-def test_a_cause_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
-    source = """
-from pytest_nsa import fails_as
-
-@fails_as("cosmic_ray")
-@world_size(2)
-def test_x(group): pass
-"""
+def test_marks_of_ranks_are_refused_where_there_are_none(pytester: pytest.Pytester) -> None:
+    source = "@fails_as('oom')\ndef test_a(): pass\n@hash_seeds\ndef test_b(): pass\n"
     result = run_example(pytester, source)
-    text = result.stdout + result.stderr
-    assert "fails_as('cosmic_ray'): 'cosmic_ray' must be one of skipped_collective, " in text
-
-
-def test_a_cause_for_a_test_without_ranks_is_refused(pytester: pytest.Pytester) -> None:
-    source = """
-from pytest_nsa import fails_as
-
-@fails_as("oom")
-def test_x(): pass
-"""
-    result = run_example(pytester, source)
-    assert "fails_as: does nothing, as the test does not run on ranks" in result.stdout + result.stderr
+    assert result.outcomes == {"errors": 2}
+    for name in ("fails_as", "hash_seeds"):
+        assert f"{name}: does nothing, as the test does not run on ranks" in result.stdout
 
 
 OWN_NAMES = """

@@ -125,14 +125,6 @@ def test_a_decorator_of_torch_s_launcher(pytester: pytest.Pytester) -> None:
     assert "in test_hangs" in verdict.where
 
 
-@pytest.mark.slow
-def test_what_the_launcher_sets_is_what_ranks_have(pytester: pytest.Pytester) -> None:
-    """The same test by torch's launcher itself."""
-    pytester.mkpydir("their_project").joinpath("testing.py").write_text(LAUNCHER)
-    result = run_example(pytester, LAUNCHED, "-k", "test_reduces")
-    assert result.outcomes["passed"] == 1, result.stdout
-
-
 # A copy of torch's base, as mmengine has it.
 COPIED = """
 import unittest

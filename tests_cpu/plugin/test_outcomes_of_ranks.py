@@ -75,7 +75,6 @@ def pytest_runtest_logreport(report):
         file.write(json.dumps([report.nodeid.partition("::")[2], report.when, report.outcome, hasattr(report, "wasxfail"),
                                str(report.longrepr)[:20]]) + "\\n")
 """
-Phases = dict[str, tuple[str, ...]]
 
 
 def outcomes(path: Path) -> dict[str, dict[str, str]]:
@@ -151,56 +150,6 @@ def test_an_outcome_is_that_of_plain_pytest_on_the_worst_rank(
         assert wrong == {}
 
 
-def test_a_process_that_a_rank_forks_has_no_outcome(pytester: pytest.Pytester) -> None:
-    """The rank alone reports: what its fork returns, raises or writes changes nothing."""
-    result = run_example(
-        pytester,
-        """
-        HOWS = ("passes", "fails", "dies", "hangs")
-        def fork_one(group, how):
-            if group.rank != 1:
-                return
-            pid = os.fork()
-            if pid == 0:
-                dist.new_group([1]) if how == "hangs" else None  # evidence that is not the rank's
-                return "child"
-            os.waitpid(pid, 0)
-            assert how != "fails"
-            if how == "dies":
-                os._exit(3)
-            if how == "hangs":
-                threading.Event().wait()
-
-        @world_size(2)
-        @pytest.mark.timeout(10)
-        @pytest.mark.parametrize("how", HOWS)
-        def test_body(group, how):
-            fork_one(group, how)
-
-        @pytest.fixture
-        def around(group, how):
-            fork_one(group, how)
-            yield
-        @world_size(2)
-        @pytest.mark.parametrize("how", HOWS[:3])
-        def test_fixture(around): pass
-
-        @world_size(2)
-        def test_child_raises(group):
-            if group.rank == 1 and (pid := os.fork()):
-                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-            elif group.rank == 1:
-                raise ValueError("only the child")
-        """,
-    )
-    found = {name: (v.outcome, v.ranks) for name, v in result.verdicts.items() if v.failed}
-    assert found == {
-        "test_body[fails]": ("FAIL", (1,)), "test_body[dies]": ("FAIL", (1,)), "test_body[hangs]": ("HANG", (1,)),
-        "test_fixture[fails]": ("FAIL", (1,)), "test_fixture[dies]": ("FAIL", (1,)),
-    }  # fmt: skip
-    assert result.outcomes["passed"] == 3
-
-
 def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: pytest.Pytester) -> None:
     result = run_example(
         pytester,
@@ -256,47 +205,6 @@ def test_pytest_exit_on_one_rank_hides_no_failure_of_another(pytester: pytest.Py
     )
     assert (result.returncode, result.outcomes) == (1, {"failed": 1})
     assert 'tests="1"' in (pytester.path / "out.xml").read_text()
-
-
-def test_pytest_exit_where_no_rank_failed_ends_the_session_as_asked(pytester: pytest.Pytester) -> None:
-    source = """
-    @world_size(2)
-    def test_it(group):
-        dist.barrier()
-        if group.rank == 1:
-            pytest.exit("enough", returncode=0)
-    """
-    assert run_example(pytester, source).returncode == 0
-
-
-@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 has the fixture subtests")
-def test_a_skip_in_a_subtest_is_the_subtest_s(pytester: pytest.Pytester) -> None:
-    result = run_example(
-        pytester,
-        """
-        import unittest
-        @world_size(2)
-        @pytest.mark.parametrize("how", ["skips", "xfails", "skips on one", "fails"])
-        def test_it(group, subtests, how):
-            with subtests.test("first"):
-                if how == "xfails":
-                    pytest.xfail("known")
-                if how == "skips" or (how == "skips on one" and group.rank):
-                    pytest.skip("not here")
-                assert how != "fails"
-
-        @world_size(2)
-        class TestCase(unittest.TestCase):
-            def test_one_is_skipped(self):
-                with self.subTest("first"):
-                    self.skipTest("not here")
-        """,
-    )
-    found = {name: v.outcome for name, v in result.verdicts.items()}
-    assert found == {
-        "test_it[skips]": "PASS", "test_it[xfails]": "PASS", "test_it[skips on one]": "PASS", "test_it[fails]": "FAIL",
-        "TestCase::test_one_is_skipped": "PASS",
-    }  # fmt: skip
 
 
 def test_a_verdict_that_a_test_does_not_read_fails_it(pytester: pytest.Pytester) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.testing import HEADER, read_result, run_example
+from tests_cpu.plugin.programs import read_program
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -167,31 +168,6 @@ def test_later(group, n): dist.barrier()
     assert all("rank 1's process was lost in test_example.py::test_loses_a_node" in v.reason for v in later)
 
 
-@pytest.mark.slow
-def test_a_process_that_has_ended_its_session_is_not_waited_for(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    source = """
-def test_leaves():
-    if os.environ["SLURM_PROCID"] == "1":
-        pytest.exit("enough", returncode=7)
-
-@world_size(2)
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize("n", range(2))
-def test_later(group, n): dist.barrier()
-"""
-    (pytester.path / "test_example.py").write_text(HEADER + source)
-    port = free_port()
-    follower, leader = (
-        slurm(warm, pytester, 1, port, "-p", "no:randomly"),
-        slurm(warm, pytester, 0, port, "-p", "no:randomly"),
-    )
-    leader.communicate(timeout=150)
-    follower.communicate(timeout=30)
-    assert (leader.returncode, follower.returncode) == (1, 7)
-    reasons = [v.reason for v in read_verdicts(pytester.path).values()]
-    assert "rank 1's process has ended its session with 7" in reasons[-1]
-
-
 def test_what_a_process_waits_for_is_printed(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + "@world_size(2)\ndef test_it(group): pass\n")
     leader = slurm(warm, pytester, 0, free_port())
@@ -254,38 +230,31 @@ def two_nodes() -> Iterator[list[str]]:
 
 @pytest.mark.slow
 def test_torchrun_on_two_nodes(pytester: pytest.Pytester, two_nodes: list[str]) -> None:
-    nodes = []
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    for index, name in enumerate(two_nodes):
-        nodes.append(
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes=2",
-                    "--nproc_per_node=1",
-                    f"--node_rank={index}",
-                    "--master_addr=10.77.0.1",
-                    "--master_port=29512",
-                    "-m",
-                    "pytest",
-                    "-p",
-                    "no:cacheprovider",
-                    "-rs",
-                ],
-                cwd=pytester.path,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "veth0"},
-            )
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1")
+    meeting = ("--master_addr=10.77.0.1", "--master_port=29512")
+    session = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
+    options = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": pytester.path}
+    nodes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *launcher, f"--node_rank={index}", *meeting, *session],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "veth0"},
+            **options,
         )
+        for index, name in enumerate(two_nodes)
+    ]
     texts = [node.communicate(timeout=150)[0] for node in nodes]
     check_report(texts[0], pytester.path / "artifacts" / "latest")
     assert "test session starts" not in texts[1]
     assert len(list((pytester.path / "artifacts").glob("run_*"))) == 1
+
+
+@pytest.mark.slow
+def test_threads_act_for_a_main_thread_here_too(warm: WarmPython, pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(read_program("slow_threads").text)
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
+    session = ("-m", "pytest", "-p", "no:cacheprovider", "-k", "limit or executor or pool or multiplies")
+    done = warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
+    assert done.returncode == 0, done.stdout
+    assert "10 passed" in done.stdout
+    assert "waited for" not in done.stdout

@@ -159,42 +159,6 @@ def test_next(pg): dist.barrier()
 
 
 @pytest.mark.slow
-def test_a_call_left_out_by_one_rank_is_named_though_it_is_in_another_test(
-    torchrun: Torchrun, pytester: pytest.Pytester
-) -> None:
-    write(
-        pytester,
-        """
-def test_reduces(pg):
-    for step in range(3):
-        if RANK == 0 or step < 2:
-            dist.all_reduce(torch.ones(1))
-
-def test_next(pg): dist.barrier()
-""",
-    )
-    done = torchrun("--timeout=8")
-    assert done.returncode == 1
-    # `RANK == 0 or step < 2`: rank 1 skipped the call, or rank 0 made one more. The model does not order the lines of two tests, so
-    # that it may call the two calls a mismatch. Each names the call of the loop, and none is certain.
-    likely = ("rank 1 of 2, skipped_collective", "rank 0 of 2, extra_collective", "rank 1 of 2, collective_mismatch")
-    assert any(f"HANG: {text} (" in done.stdout for text in likely), done.stdout
-    assert re.search(r"allreduce #3 .* in test_reduces", done.stdout)
-
-
-@pytest.mark.slow
-def test_a_barrier_in_the_teardown_of_a_fixture_ends_too(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
-    write(pytester, "def test_it(pg): pass\n")
-    (pytester.path / "conftest.py").write_text(
-        CONFTEST.replace("    dist.barrier()", "    dist.recv(torch.ones(1), 0) if dist.get_rank() else dist.barrier()")
-    )
-    done = torchrun("--timeout=8")
-    assert done.returncode == 1
-    assert "conftest.py:8 in pg" in done.stdout
-    assert results(pytester.path)["pytest"] == {"test_it": "failure"}
-
-
-@pytest.mark.slow
 def test_a_process_that_dies_leaves_what_it_had_reported(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(
         pytester,
@@ -248,10 +212,3 @@ def test_a_group_by_env_shares_the_port_with_ours_where_no_launcher_keeps_a_stor
     texts = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], texts
     assert "3 passed" in texts[0]
-
-
-def test_another_value_is_refused(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("import pytest\n@pytest.mark.world_size(2)\ndef test_it(): pass")
-    done = pytester.runpytest_subprocess("-o", "ranks_unmarked=some")
-    done.assert_outcomes(errors=1)
-    done.stdout.fnmatch_lines(["*ini ranks_unmarked = 'some': must be all or leader"])

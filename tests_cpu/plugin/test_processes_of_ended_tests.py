@@ -210,25 +210,6 @@ def test_what_the_fork_server_makes_belongs_to_the_test_that_runs(folder: Path) 
     assert alive(folder) == []
 
 
-FORKS = """
-from common import *
-
-def test_it():
-    pid = os.fork()
-    if not pid:
-        here("child")
-        time.sleep(600)
-    at_limit("child")
-    os.waitpid(pid, 0)
-"""
-
-
-def test_a_child_that_the_test_forks_by_itself_is_named_and_ended(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, FORKS, mode="end")
-    assert any("a fork of this session" in line for line in done.stdout.splitlines() if line.startswith("  process "))
-    assert alive(folder) == []
-
-
 UPLOADS = """
 import multiprocessing, time
 from pathlib import Path

@@ -125,13 +125,6 @@ def test_a_disk_that_another_process_fills_up_as_a_test_begins(
     left_elsewhere(tmp_path)
 
 
-def test_a_disk_that_is_read_only(warm: WarmPython, tmp_path: Path) -> None:
-    output, spare = run_on_a_small_disk(warm, tmp_path, "9m,ro")
-    assert "1 failed, 3 passed" in output, output
-    assert output.count("artifacts: Read-only file system: evidence goes to") == 1
-    is_whole(spare)
-
-
 LIMITED = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]) * 1024,) * 2)  # as the shell's ulimit -f

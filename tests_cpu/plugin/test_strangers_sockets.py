@@ -14,7 +14,7 @@ import pytest
 
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.testing import HEADER
-from tests_cpu.plugin.sessions import no_process_is_left, start_session
+from tests_cpu.plugin.sessions import start_session
 from tests_cpu.strangers import needs_root, stranger
 from tests_cpu.warm import WarmPython
 
@@ -77,33 +77,6 @@ def test_another_user_cannot_fill_the_queue_of_the_zygote(warm: WarmPython, tmp_
     assert session.returncode == 0
     assert tried["names"]
     assert tried["connections"] == 0
-
-
-@pytest.mark.slow
-def test_a_full_queue_is_one_line_and_ends_the_session(warm: WarmPython, tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        "import pytest\n"
-        "from pytest_nsa.system import unix_sockets\n"
-        "unix_sockets.BACKLOG, unix_sockets.CONNECT_S = 1, 0.5\n"
-        "held = []\n"
-        "@pytest.hookimpl(trylast=True, optionalhook=True)\n"
-        "def pytest_configure_node(node):\n"
-        "    try:\n"
-        "        while True:\n"
-        "            held.append(unix_sockets.connect(node.workerinput['nsa_zygote']))\n"
-        "    except TimeoutError:\n"
-        "        pass\n"
-    )
-    (tmp_path / "tried").touch()
-    session = start_session(warm, tmp_path, SOURCE, "-n2", "-p", "xdist")
-    out = output_of(session)
-    ended = [line for line in out.splitlines() if "Interrupted: pytest-nsa: " in line]
-    assert len(ended) == 1
-    assert "the process that starts the ranks of all workers cannot be reached: no connection was accepted" in ended[0]
-    assert session.returncode == pytest.ExitCode.INTERRUPTED
-    assert "Traceback" not in out
-    assert "replacing crashed worker" not in out
-    no_process_is_left(tmp_path)
 
 
 def test_a_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.cli.main import main
-from pytest_nsa.testing import HEADER, run_example
+from pytest_nsa.testing import run_example
 from pytest_nsa.wire.files import read_lines
 
 STANDS = """
@@ -48,150 +48,6 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
     assert [(s["cause"], s["ranks"]) for s in suspected] == [("sleeping", [1])]
     assert 3 <= suspected[0]["stalled_s"] <= 5
-
-
-POLL = """
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_samples(group):
-    found = []
-    if group.rank == 1:
-        collector = threading.Thread(target=lambda: None)  # it ends without a sample
-        collector.start()
-        collector.join()
-        while not found:
-            time.sleep(0.05)
-    dist.barrier()
-"""
-
-
-def test_a_pause_of_a_loop_is_not_what_to_take_out(pytester: pytest.Pytester) -> None:
-    verdict = run_example(pytester, POLL, "-o", "ranks_hang_after=4").verdicts["test_samples"]
-    assert (verdict.cause, verdict.ranks) == ("sleeping", (1,))
-    assert "`not found`" in verdict.advice
-    assert "no other thread" in verdict.reason
-
-
-EXECUTOR = """
-import asyncio
-
-def write():
-    time.sleep(1000)  # HERE
-
-async def save():
-    await asyncio.get_running_loop().run_in_executor(None, write)
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_saves(group):
-    if group.rank == 1:
-        asyncio.run(save())
-    dist.barrier()
-"""
-
-
-def test_an_asyncio_loop_that_waits_for_a_thread_waits_for_that_thread(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, EXECUTOR, "-o", "ranks_hang_after=4")
-    verdict = result.verdicts["test_saves"]
-    assert (verdict.cause, verdict.ranks) == ("io_stuck", (1,))
-    assert "waits in asyncio's loop for a thread of its executor, which is at" in verdict.reason
-    line = next(i for i, text in enumerate((HEADER + EXECUTOR).splitlines(), 1) if "HERE" in text)
-    assert verdict.where == f"test_example.py:{line} in write"
-
-
-ACTORS = """
-@world_size(4)
-@pytest.mark.timeout(60)
-def test_learns(group):
-    for step in range(5):
-        if group.rank == 0:
-            for actor in range(1, 4):
-                for _ in range(3):
-                    dist.recv(torch.empty(7), actor)
-        else:
-            for i in range(3):
-                if (group.rank, step, i) == (2, 1, 1):
-                    continue
-                dist.send(torch.ones(7), 0)
-        for size in (2, 3):
-            dist.broadcast(torch.ones(size), 0)
-"""
-
-
-def test_what_ends_a_test_rests_on_the_counters_of_its_loops(pytester: pytest.Pytester) -> None:
-    """Without the counters, the rank that waits for the message seems to have asked for one too many."""
-    result = run_example(pytester, ACTORS)
-    verdict = result.verdicts["test_learns"]
-    assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (2,))
-    announced = list(read_lines(result.folder("test_learns") / "suspicions.jsonl"))
-    assert [(s["cause"], s["ranks"]) for s in announced] == [("p2p_unmatched", [2])]
-
-
-def test_a_hang_has_the_counters_of_its_loops_and_nothing_else_is_looked_at(pytester: pytest.Pytester) -> None:
-    source = """
-import os
-from pytest_nsa.rank.context import current_rank
-
-@world_size(2)
-def test_hangs(group):
-    for step in range(9):
-        for attempt in range(2):
-            if (group.rank, step, attempt) != (1, 4, 1):
-                dist.all_reduce(torch.ones(2))
-        dist.barrier()
-
-@world_size(2)
-def test_pauses(group):
-    for step in range(3):
-        if group.rank and step == 1:
-            time.sleep(2.5)  # longer than after what the heartbeat writes of a stall
-        dist.barrier()
-    found = os.listdir(current_rank().job.rank_folder(group.rank))
-    assert "stall.json" in found
-    assert not [name for name in found if name.startswith("counters")]
-"""
-    result = run_example(pytester, source)
-    verdict = result.verdicts["test_hangs"]
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (1,))
-    assert re.search(r"> test_example.py:\d+ in test_hangs   step = 4, attempt = 1$", result.stdout, re.MULTILINE)
-    told = {fact.rank: fact.text for fact in verdict.evidence if fact.kind == "counters"}
-    assert "step = 4, attempt = 1 at test_example.py:" in told[0]
-    assert "step = 4, attempt = 1 at test_example.py:" in told[1]
-    assert result.verdicts["test_pauses"].outcome == "PASS"
-
-
-def test_who_waits_in_backward_for_a_rank_that_has_ended_gets_its_error(pytester: pytest.Pytester) -> None:
-    """DDP's reducer waits by itself: no call of the test's is blocked."""
-    source = """
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-@world_size(2)
-@pytest.mark.timeout(300)
-def test_batches(group):
-    model = DDP(nn.Linear(4, 1))
-    for batch in range(4 - group.rank):
-        model(torch.ones(2, 4)).sum().backward()
-"""
-    result = run_example(pytester, source)
-    verdict = result.verdicts["test_batches"]
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("FAIL", "skipped_collective", (1,))
-    assert not [e for e in read_lines(result.folder("test_batches") / "host.jsonl") if e["event"] == "stop"]
-
-
-def test_what_cannot_mend_itself_ends_the_test_at_once(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_both_receive(group):
-    dist.recv(torch.ones(1), 1 - group.rank)
-"""
-    result = run_example(pytester, source)
-    verdict = result.verdicts["test_both_receive"]
-    assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (0, 1))
-    stops = [e for e in read_lines(result.folder("test_both_receive") / "host.jsonl") if e["event"] == "stop"]
-    assert [e["reason"] for e in stops] == ["certain"]
-    assert verdict.duration_s < 20
 
 
 def test_bisection_names_layer_and_branch(pytester: pytest.Pytester) -> None:
@@ -311,19 +167,6 @@ def test_expected(group): assert False
     assert "bisect" not in result.verdicts["test_expected"].reason
 
 
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ("FIRST", "'FIRST': must be NAME=VALUE, as in --ranks-bisect-env=NCCL_P2P_DISABLE=1"),
-        ("RANK=3", "RANK: the plugin sets it; remove it"),
-    ],
-)
-def test_what_cannot_be_set_is_refused(pytester: pytest.Pytester, given: str, complaint: str) -> None:
-    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "--ranks-bisect-env", given)
-    assert result.outcomes == {"errors": 1}
-    assert complaint in result.stdout
-
-
 TRAINS = """
 @world_size(2)
 def test_skips(ddp):
@@ -394,22 +237,3 @@ def test_the_flight_recorder_is_dumped_where_it_records(
         pytest.skip("the recorder of this torch is NCCL's alone")
     recorded = json.loads((result.folder("test_stands") / "rank0" / "flight_recorder.json").read_text())
     assert recorded["entries"][-1]["profiling_name"] == "gloo:barrier"
-
-
-def test_a_rank_that_works_through_small_modules_is_not_stalled(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_evaluates_alone(ddp):
-    model = ddp.wrap(torch.nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
-    if ddp.rank == 0:
-        end = time.monotonic() + 5
-        with torch.no_grad():
-            while time.monotonic() < end:
-                model.module(torch.ones(1, 2))
-    dist.barrier()
-"""
-    result = run_example(pytester, source, "-o", "ranks_hang_after=1.5")
-    assert result.outcomes == {"passed": 1}
-    assert "rank 0" not in result.stdout  # it makes progress: nothing is announced

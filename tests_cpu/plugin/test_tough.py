@@ -4,142 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
+from pytest_nsa.testing import HEADER, run_example, run_in
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below, that_stay
+from tests_cpu.plugin.programs import differences, read_program
 from tests_cpu.plugin.sessions import start_session, wait_for
 from tests_cpu.warm import WarmPython
-
-FAULTS = """
-import ctypes, resource
-
-class Unpicklable(Exception):
-    def __init__(self, lock): super().__init__(lock); self.lock = lock
-    def __reduce__(self): raise TypeError("not picklable")
-
-class Unprintable(Exception):
-    def __str__(self): raise RuntimeError("cannot say")
-
-@pytest.fixture
-def no_set_up(group):
-    if group.rank == 1:
-        raise RuntimeError("no set-up on this rank")
-    dist.barrier()
-
-@pytest.fixture
-def hangs_in_set_up(group):
-    if group.rank == 1:
-        time.sleep(1000)
-
-@pytest.fixture
-def hangs_in_teardown(group):
-    yield
-    if group.rank == 1:
-        time.sleep(1000)
-
-@world_size(2)
-def test_sys_exit(group):
-    if group.rank == 1:
-        sys.exit(3)
-    dist.barrier()
-
-@world_size(2)
-def test_abort(group):
-    if group.rank == 1:
-        os.abort()
-    dist.barrier()
-
-@world_size(2)
-def test_unpicklable(group):
-    raise Unpicklable(threading.Lock())
-
-@world_size(2)
-def test_unprintable(group):
-    raise Unprintable()
-
-@world_size(2)
-def test_long_text(group):
-    if group.rank == 1:
-        raise ValueError("x" * 100_000_000)
-
-@world_size(2)
-def test_set_up_fails(group, no_set_up): pass
-
-@world_size(2)
-@pytest.mark.timeout(5)
-def test_set_up_hangs(hangs_in_set_up): dist.barrier()
-
-@world_size(2)
-@pytest.mark.timeout(5)
-def test_teardown_hangs(group, hangs_in_teardown): pass
-
-@world_size(2)
-@pytest.mark.timeout(5)
-def test_native_call_that_holds_the_gil(group):
-    if group.rank == 1:
-        ctypes.PyDLL(None).sleep(1000)
-    dist.barrier()
-
-@world_size(2)
-def test_no_descriptors(group):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    if group.rank == 1:
-        keep = [open("/dev/null") for _ in range(100)]
-
-@world_size(2)
-def test_closes_everything(group):
-    if group.rank == 1:
-        os.closerange(3, 4096)
-    assert group.rank == 0
-
-@world_size(2)
-def test_interrupts_itself(group):
-    if group.rank == 1:
-        raise KeyboardInterrupt
-    dist.barrier()
-
-@world_size(2)
-def test_recursion(group):
-    def deeper(): return deeper()
-    deeper()
-
-@world_size(2)
-def test_loses_its_folder(group, tmp_path):
-    os.chdir(tmp_path)
-    dist.barrier()
-    if group.rank == 0:
-        tmp_path.rmdir()
-    dist.barrier()
-    assert group.rank == 0
-"""
-EXPECTED = {
-    "test_sys_exit": ("FAIL", "rank_exited", (1,)),
-    "test_abort": ("CRASH", "rank_died", (1,)),
-    "test_unpicklable": ("FAIL", "assertion", (0, 1)),
-    "test_unprintable": ("FAIL", "assertion", (0, 1)),
-    "test_long_text": ("FAIL", "rank_exception", (1,)),
-    "test_set_up_fails": ("FAIL", "rank_exception", (1,)),
-    "test_set_up_hangs": ("HANG", "sleeping", (1,)),
-    "test_teardown_hangs": ("HANG", "sleeping", (1,)),
-    "test_native_call_that_holds_the_gil": ("HANG", "gil_held", (1,)),
-    "test_no_descriptors": ("FAIL", "rank_exception", (1,)),
-    "test_closes_everything": None,  # whatever is known of a rank without descriptors, it fails
-    "test_interrupts_itself": ("FAIL", "rank_exception", (1,)),
-    "test_recursion": ("FAIL", "assertion", (0, 1)),
-    "test_loses_its_folder": ("FAIL", "assertion", (1,)),
-}
 
 
 def with_a_good_test_after_each(source: str) -> str:
     """Return ``source`` with a test after each fault that passes when nothing is wrong with the session."""
     parts = source.split("@world_size(2)\n")
     good = (
-        "@world_size(2)\ndef test_good_{}(group):\n    t = torch.ones(1)\n    dist.all_reduce(t)\n    assert t == 2\n\n"
+        "@world_size(2)\ndef test_good_{}(group):\n    import torch\n\n    t = torch.ones(1)\n    dist.all_reduce(t)\n"
+        "    assert t == 2\n\n"
     )
     text = parts[0]
     for index, part in enumerate(parts[1:]):
@@ -147,29 +29,16 @@ def with_a_good_test_after_each(source: str) -> str:
     return text
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path, set[Path]]:
-    """Run one session over all of them; return its result, its folder, and the temporary files that it left."""
-    folder = tmp_path_factory.mktemp("tough")
-    (folder / "test_example.py").write_text(HEADER + with_a_good_test_after_each(FAULTS))
+def test_every_fault_is_reported_every_next_test_passes_and_nothing_is_left(tmp_path: Path) -> None:
+    faults = read_program("tough")
+    (tmp_path / "test_example.py").write_text(with_a_good_test_after_each(faults.text))
     before = ours_in_temporary_folders()
-    return run_in(folder), folder, ours_in_temporary_folders() - before
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_fault_is_reported(session: tuple[ExampleResult, Path, set[Path]], name: str) -> None:
-    verdict = session[0].verdicts[name]
-    assert verdict.failed
-    if EXPECTED[name] is not None:
-        assert (verdict.outcome, verdict.cause, verdict.ranks) == EXPECTED[name]
-
-
-def test_every_next_test_passes_and_nothing_is_left(session: tuple[ExampleResult, Path, set[Path]]) -> None:
-    result, folder, left = session
-    failed = result.outcomes["failed"] + result.outcomes["errors"]  # one dies in a fixture
-    assert (result.outcomes["passed"], failed) == (len(EXPECTED) + 1, len(EXPECTED))  # one hangs after its call
-    assert processes_below(folder) == []
-    assert that_stay(left) == set()
+    result = run_in(tmp_path)
+    assert differences("tough", result) == []
+    passed = [verdict for verdict in result.verdicts.values() if not verdict.failed]
+    assert len(passed) == len(faults.expected)
+    assert processes_below(tmp_path) == []
+    assert that_stay(ours_in_temporary_folders() - before) == set()
     assert len(result.stdout) < 2_000_000  # the terminal does not get 100 MB of text
 
 
@@ -198,34 +67,6 @@ def test_pytest_timeout_s_methods(pytester: pytest.Pytester, options: tuple[str,
     assert result.outcomes == {"passed": 1, "failed": 1}
     verdict = result.verdicts["test_hangs"]
     assert (verdict.outcome, verdict.ranks) == ("HANG", (1,))
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_takes_its_ranks_along(pytester: pytest.Pytester, tmp_path: Path) -> None:
-    source = """
-@pytest.fixture
-def host_pid(): return None
-
-def test_kills_its_worker():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-@pytest.mark.parametrize("n", range(6))
-@world_size(2)
-def test_it(group, n): dist.barrier()
-
-@host_fixture(scope="function")
-def worker(): return os.getpid()
-
-@world_size(2)
-def test_worker_dies_while_ranks_run(group, worker):
-    if group.rank == 0:
-        os.kill(worker, signal.SIGKILL)
-    time.sleep(1000)
-"""
-    result = run_example(pytester, source, "-n2", "-p", "xdist")
-    assert result.outcomes == {"passed": 6, "failed": 2}
-    assert result.stdout.count("crashed while running") >= 2
-    assert processes_below(pytester.path) == []
 
 
 def test_a_host_without_descriptors_reports_it_and_recovers(pytester: pytest.Pytester) -> None:
@@ -272,19 +113,6 @@ def test_a_path_longer_than_a_unix_socket_s(pytester: pytest.Pytester, launch: s
     assert "test_example.py:9 in test_hangs" in done.stdout.str()
 
 
-@pytest.mark.slow
-def test_collection_that_initialises_cuda_means_cold_ranks(pytester: pytest.Pytester) -> None:
-    source = """
-torch.cuda._initialized = True  # what torch itself remembers
-
-@world_size(2)
-def test_it(group): dist.barrier()
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 1}
-    assert "slow: every rank is a new interpreter, because collecting the tests initialises CUDA" in result.stdout
-
-
 def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "conftest.py").write_text(
         "import os, pathlib, time\n"
@@ -300,27 +128,4 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pyte
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     verdicts = list(read_lines(pytester.path / "artifacts" / "latest" / "verdicts.jsonl"))
     assert [v["outcome"] for v in verdicts] == ["INTERRUPTED"], text
-    assert processes_below(pytester.path) == []
-
-
-def test_a_second_interrupt_is_not_needed_and_does_no_harm(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    source = (
-        HEADER
-        + """
-@world_size(2)
-def test_waits(group, artifacts):
-    (artifacts / f"running{group.rank}").touch()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(1000)
-"""
-    )
-    run = pytester.path / "artifacts" / "latest"
-    process = start_session(warm, pytester.path, source)
-    wait_for(lambda: len(list(run.glob("*/running*"))) == 2, process)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.1)  # the second within the handling of the first
-    text = process.communicate(timeout=30)[0]
-    assert "KeyboardInterrupt" in text
-    assert process.returncode in (pytest.ExitCode.INTERRUPTED, -signal.SIGINT)
     assert processes_below(pytester.path) == []

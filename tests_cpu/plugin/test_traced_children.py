@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -65,25 +63,3 @@ def test_ranks_that_a_test_starts_leave_evidence(warm: WarmPython, tmp_path: Pat
         events = (tmp_path / "run" / f"rank{rank}" / "events.jsonl").read_text().splitlines()
         assert json.loads(events[0])["event"] == "start"
     assert json.loads((tmp_path / "run" / "job.json").read_text())["world_size"] == 2
-
-
-def test_a_rank_that_was_killed_is_named_as_such_while_the_others_run(warm: WarmPython, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(WORKER)
-    env = environment(tmp_path)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    ranks = [
-        warm.popen("worker.py", cwd=tmp_path, env={**env, "RANK": str(rank), "WORLD_SIZE": "2"}, **pipes)
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "told\n"
-        ranks[1].send_signal(signal.SIGKILL)
-        ranks[1].wait()
-        done = warm.call("-m", "pytest_nsa", "watch", "--run", "run", "--once", "--json", cwd=tmp_path)
-    finally:
-        for rank in ranks:
-            rank.communicate()
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert (seen["verdict"]["cause"], seen["verdict"]["ranks"]) == ("rank_died", [1])

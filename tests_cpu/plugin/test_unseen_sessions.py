@@ -98,34 +98,6 @@ def test_a_path_may_have_an_at_sign(pytester: pytest.Pytester) -> None:
     assert run_in(pytester.path).outcomes == {"failed": 1, "passed": 1}
 
 
-TMP = """
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text"
-    path.write_text("kept")
-    return path
-
-
-def test_before(data):
-    assert data.read_text() == "kept"
-
-
-@world_size(2)
-def test_ranked(request, group):
-    paths = [None, None]
-    dist.all_gather_object(paths, str(request.getfixturevalue("tmp_path")))
-    assert paths[0] == paths[1]
-
-
-def test_data_is_there(data):
-    assert data.read_text() == "kept"
-"""
-
-
-def test_a_folder_that_is_asked_for_by_request_is_the_ranks_own(pytester: pytest.Pytester) -> None:
-    assert run_example(pytester, TMP, "-p", "no:randomly").outcomes == {"passed": 3}
-
-
 MOCKED = """
 import subprocess
 from torch.distributed import distributed_c10d
@@ -149,24 +121,6 @@ def test_real(tmp_path):
 def test_a_mock_of_a_group_is_gone_with_its_test(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, MOCKED, "-p", "no:randomly", "-o", "ranks_descendants=report")
     assert result.outcomes == {"passed": 2}
-
-
-FIRST = """
-import subprocess
-
-
-def test_first(): subprocess.run(["true"], check=True)
-
-
-@world_size(2)
-def test_ranked(): pass
-"""
-
-
-def test_what_starts_the_ranks_is_not_the_first_test_s(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, FIRST, "-p", "no:randomly", "-o", "ranks_descendants=end")
-    assert result.outcomes == {"passed": 2}
-    assert "another one serves since" not in result.stdout
 
 
 FROZEN = """
@@ -212,11 +166,6 @@ def test_a_frozen_rank_of_a_plain_test_has_not_moved(pytester: pytest.Pytester, 
     result = run_example(pytester, FROZEN, "-k", program, "-o", "ranks_descendants=report")
     (verdict,) = result.verdicts.values()
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", cause, (1,))
-
-
-def test_pytest_s_debugger_may_be_off(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, "@world_size(2)\ndef test_it(): pass", "-p", "no:debugging")
-    assert result.outcomes == {"passed": 1}
 
 
 def test_a_mark_may_come_late(pytester: pytest.Pytester) -> None:

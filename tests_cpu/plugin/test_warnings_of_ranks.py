@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from pytest_nsa.testing import HEADER, run_example
+from pytest_nsa.testing import run_example
 
 LEAVES = """
 import threading
@@ -30,30 +28,6 @@ def test_a_thread_that_is_no_daemon_is_reported(pytester: pytest.Pytester) -> No
     assert result.outcomes == {"passed": 2, "warnings": 1}
     assert "rank 1 left the thread uploader at" in result.stdout
     assert "it is no daemon: a process of torchrun would wait for it" in " ".join(result.stdout.split())
-
-
-def test_a_warning_names_the_file_that_defines_an_imported_test(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(shared_tests=f"{HEADER}{LEAVES}")
-    result = run_example(pytester, "from shared_tests import test_leaves_a_thread")
-    assert result.outcomes == {"passed": 1, "warnings": 1}
-    assert re.search(r"shared_tests\.py:\d+: PytestWarning", result.stdout)
-
-
-def test_the_manager_of_a_pool_of_processes_ends_with_its_process(pytester: pytest.Pytester) -> None:
-    source = """
-    from concurrent.futures import ProcessPoolExecutor
-
-    KEPT = []
-
-    @world_size(2)
-    def test_leaves_a_pool(group):
-        KEPT.append(ProcessPoolExecutor(1))
-        assert KEPT[0].submit(int, "1").result() == 1
-    """
-    result = run_example(pytester, source)
-    assert result.outcomes["passed"] == 1
-    assert "left the thread" not in result.stdout
-    assert "left a process running, which was ended" in " ".join(result.stdout.split())
 
 
 def test_what_would_wait_at_exit_under_torchrun_is_a_warning(pytester: pytest.Pytester) -> None:

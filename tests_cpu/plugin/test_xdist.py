@@ -8,7 +8,7 @@ import pytest
 import xdist
 from packaging.version import Version
 
-from pytest_nsa.testing import HEADER, run_example
+from pytest_nsa.testing import run_example
 
 SOURCE = """
 @pytest.mark.parametrize("n", range(6))
@@ -65,49 +65,3 @@ def test_every_way_to_distribute(pytester: pytest.Pytester, mode: str) -> None:
         assert workers["worker"] == workers["host_worker"]
     lines = [json.loads(line) for line in (result.run / "verdicts.jsonl").read_text().splitlines()]
     assert not [line["nodeid"] for line in lines if "@" in line["nodeid"]]
-
-
-@pytest.mark.slow
-def test_the_shared_zygote_s_death_costs_the_tests_that_ran(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(1)
-def test_kills_the_zygote(group):
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(1000)
-
-@pytest.mark.parametrize("n", range(6))
-@world_size(2)
-def test_many(group, n): dist.barrier()
-"""
-    result = run_example(pytester, source, "-n2", "-p", "xdist")
-    assert result.outcomes["passed"] + result.outcomes["failed"] == 7
-    assert result.outcomes["failed"] in (1, 2)  # the test that each worker ran at that moment
-
-
-def test_a_session_without_ranks_starts_no_zygote(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_it(): pass")
-    result = pytester.runpytest_subprocess("-n2", "-p", "xdist")
-    result.assert_outcomes(passed=1)
-    assert not (pytester.path / "artifacts").exists()
-
-
-@pytest.mark.slow
-def test_a_worker_that_has_ended_leaves_no_warning_to_the_ranks_of_another(pytester: pytest.Pytester) -> None:
-    (pytester.path / "conftest.py").write_text(
-        "import os, pathlib\n"
-        "def pytest_unconfigure(config):\n"
-        "    if hasattr(config, 'workerinput'): pathlib.Path('ended').touch()\n"
-    )
-    (pytester.path / "test_short.py").write_text(HEADER + "@world_size(2)\ndef test_a(group): pass\n")
-    source = """
-@world_size(2)
-def test_waits_for_the_other_worker():
-    while not os.path.exists("ended"):
-        time.sleep(0.01)
-
-@pytest.mark.parametrize("n", range(3))
-@world_size(2)
-def test_after(group, n): dist.barrier()
-"""
-    result = run_example(pytester, source, "-p", "xdist", "-n2", "--dist", "loadfile", "-W", "error")
-    assert result.outcomes == {"passed": 5}

@@ -1,0 +1,202 @@
+"""Calls that one rank makes more, less or otherwise: in a first round, under conditions, ahead of calls like them, functional."""
+
+# options: -o timeout=12 -p xdist -n 3
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.utils.checkpoint import checkpoint
+
+from pytest_nsa import world_size
+
+
+def reduce(size=2):
+    dist.all_reduce(torch.ones(size))
+
+
+# Half of the ranks do the one, half the other, and no round before shows which is right.
+@world_size(2)
+def test_a_first_call_that_one_of_two_makes(group):  # -> HANG ? ? uncertain
+    if torch.tensor([1.0, 0.0])[group.rank]:
+        dist.broadcast(torch.ones(1), 0)
+    dist.barrier()
+
+
+@world_size(4)
+def test_a_group_with_other_members_that_serve(group):  # -> HANG ? ? uncertain
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for _step in range(3):
+        reduce()
+    if group.rank < 2:
+        dist.barrier(group=pairs[group.rank])
+    dist.broadcast(torch.ones(1), 0)
+
+
+@world_size(2)
+def test_a_message_in_a_first_round(group):  # -> HANG ? ? uncertain
+    if group.rank == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.recv(torch.ones(1), 0)
+    dist.barrier()
+
+
+@world_size(2)
+def test_a_call_that_each_round_before_had(group):  # -> skipped_collective 1
+    for step in range(6):
+        if not (group.rank == 1 and step == 3):
+            dist.broadcast(torch.ones(1), 0)
+        dist.barrier()
+
+
+@world_size(2)
+def test_a_call_under_a_condition_on_the_rank(group):  # -> extra_collective 0
+    if group.rank < 1:
+        dist.broadcast(torch.ones(1), 0)
+    dist.barrier()
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, rank):
+        super().__init__()
+        self.linear, self.rank = torch.nn.Linear(4, 4), rank
+
+    def forward(self, x):
+        if self.rank:
+            dist.recv(torch.ones(4), 0)
+        else:
+            dist.send(torch.ones(4), 1)
+        return self.linear(x)
+
+
+@world_size(2)
+def test_a_receive_that_is_recomputed(group):  # -> p2p_unmatched 1
+    layer, x = Layer(group.rank), torch.ones(4, requires_grad=True)
+    out = checkpoint(layer, x, use_reentrant=False) if group.rank else layer(x)
+    out.sum().backward()
+    dist.barrier()
+
+
+# The ranks wait much later than at the call that differs.
+@world_size(4)
+def test_more_in_the_middle(group):  # -> extra_collective 2 here
+    for i in range(4):
+        reduce()
+        if group.rank == 2 and i == 1:
+            reduce()  # HERE
+    dist.barrier()
+
+
+@world_size(4)
+def test_more_in_each_round(group):  # -> extra_collective 0 here
+    for _ in range(3):
+        reduce()
+        if group.rank == 0:
+            reduce()  # HERE
+        reduce()
+
+
+@world_size(4)
+def test_less_at_first(group):  # -> skipped_collective 3 here
+    if group.rank != 3:
+        reduce()  # HERE
+    for _ in range(4):
+        reduce()
+
+
+@world_size(2)
+def test_fewer_batches(ddp, group):  # -> skipped_collective 0
+    model = ddp.wrap(torch.nn.Linear(4, 4))
+    for _ in range(3 if group.rank == 0 else 4):
+        model(torch.ones(2, 4)).sum().backward()
+    dist.all_gather_object([None, None], group.rank)
+
+
+@world_size(2)
+def test_a_barrier_before_ddp_is_made(ddp, group):  # -> extra_collective 1 here
+    if group.rank == 1:
+        dist.barrier()  # HERE
+    ddp.wrap(torch.nn.Linear(4, 4))
+
+
+@world_size(2)
+def test_the_last_call_of_a_rank_that_has_ended(group):  # -> extra_collective 0
+    if group.rank == 0:
+        dist.barrier()
+
+
+# Past the methods of a group.
+def without_one(group, call):
+    for step in range(4):
+        if not (group.rank == 1 and step == 2):
+            call()
+        dist.barrier()
+
+
+def gather_coalesced():
+    with dist._coalescing_manager():
+        dist.all_gather_into_tensor(torch.empty(6), torch.ones(2))
+        dist.all_gather_into_tensor(torch.empty(9), torch.ones(3))
+
+
+@world_size(3)
+def test_by_the_coalescing_manager(group):  # -> skipped_collective 1: coalesced #5 (float32 x 15)
+    without_one(group, gather_coalesced)
+
+
+@world_size(3)
+def test_by_a_functional_list(group):  # -> skipped_collective 1: all_reduce_coalesced #5 (float32 x 9)
+    world = dist.group.WORLD
+    tensors = [torch.ones(3), torch.ones(6)]
+    without_one(group, lambda: [t + 0 for t in functional.all_reduce_coalesced(tensors, "sum", world)])
+
+
+@world_size(3)
+def test_by_an_overload(group):  # -> skipped_collective 1: all_reduce #5 (float32 x 5)
+    overload = torch.ops._c10d_functional.all_reduce.default
+    if group.rank == 0:  # a trace runs nothing
+        torch.fx.symbolic_trace(lambda x: overload(x, "sum", "0"))
+    without_one(group, lambda: overload(torch.ones(5), "sum", dist.group.WORLD.group_name))
+
+
+def average(x):
+    return functional.all_reduce(x * 2, "sum", dist.group.WORLD) if x.sum() > 0 else x
+
+
+@world_size(3)
+def test_in_a_compiled_graph(group):  # -> skipped_collective 1: all_reduce #5 (float32 x 7)
+    compiled = torch.compile(average, backend="aot_eager")
+    for step in range(4):
+        compiled(torch.ones(7) * (-1 if group.rank == 1 and step == 2 else 1)) + 1
+        dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@world_size(2)
+def test_healthy_functional_lists(group):  # -> passes
+    tensors, world = [torch.ones(2), torch.ones(4)], dist.group.WORLD
+    assert [t.sum().item() for t in functional.all_reduce_coalesced(tensors, "sum", world)] == [4, 8]
+    for gather in ("all_gather_into_tensor_coalesced", "all_gather_single_coalesced"):
+        if hasattr(functional, gather):  # torch 2.6 has the first alone
+            assert [t.numel() for t in getattr(functional, gather)(tensors, world)] == [4, 8]
+    scattered = functional.reduce_scatter_tensor_coalesced(tensors, "sum", [0, 0], world)
+    assert [t.tolist() for t in scattered] == [[2], [2, 2]]
+
+
+def step(x):
+    total = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
+    return functional.wait_tensor(torch.ops._c10d_functional.all_reduce(total, "sum", dist.group.WORLD.group_name))
+
+
+@world_size(2)
+def test_healthy_compiled_and_fake_calls(group):  # -> passes
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert compiled(torch.ones(2)).tolist() == step(torch.ones(2)).tolist() == [8, 8]
+    with FakeTensorMode():
+        step(torch.ones(2))
+    assert "all_reduce" in make_fx(step, tracing_mode="fake")(torch.ones(2)).code

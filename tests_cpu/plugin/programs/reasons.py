@@ -1,0 +1,146 @@
+"""What ranks did before they failed, and what is true of each rank alone: reason and advice follow from it."""
+
+# options: -o ranks_hang_after=4
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_nsa import world_size
+
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+@world_size(2)
+def test_branches(ddp):  # -> ? ?: on rank 1 parameters took no part in the last backward: a.weight, a.bias
+    model = ddp.wrap(Branches())
+    for _ in range(2):
+        model(torch.ones(2, 4) * (-1) ** ddp.rank).sum().backward()
+
+
+@world_size(2)
+def test_group_of_exceptions(group):  # -> assertion 0,1: different errors or values
+    raise ExceptionGroup("files", [ValueError("bad header") if group.rank else OSError("disk full")])
+
+
+@world_size(2)
+def test_alike(group):  # -> assertion 0,1: no rank differs
+    assert group.world_size == 3
+
+
+@world_size(2)
+def test_a_nan_that_is_meant(ddp):  # -> assertion 1
+    loss = ddp.wrap(torch.nn.Linear(4, 1))(torch.full((2, 4), float("nan"))).sum()
+    loss.backward()
+    assert torch.isnan(loss)
+    assert ddp.rank == 0
+
+
+@world_size(2)
+def test_skipped_on_one(group):  # -> FAIL ? 1 here: what all ranks know
+    if group.rank == 1:
+        pytest.skip("no data")  # HERE
+
+
+@world_size(2)
+def test_raises_in_a_traced_backward(ddp, trace):  # -> assertion 0,1: AttributeError
+    model = ddp.wrap(torch.nn.Linear(4, 1))
+    with trace(model):
+        out = model(torch.ones(2, 4))
+        out.register_hook(lambda gradient: gradient.no_such_attribute)
+        out.sum().backward()
+
+
+@world_size(2)
+def test_asserts_in_the_trace(ddp, trace):  # -> unused_parameters 0,1
+    model = ddp.wrap(Branches(), find_unused_parameters=True)
+    with trace(model):
+        model(torch.ones(2, 4)).sum().backward()
+        assert not trace.missing_gradients()
+
+
+@world_size(2)
+def test_sums(group):  # -> assertion 0,1: after they exchanged data
+    total = torch.tensor(float(group.rank))
+    dist.all_reduce(total)
+    assert total == 2
+
+
+# A file that was written after it was not found.
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+@world_size(2)
+def test_reads_at_once(group, tmp_path):  # -> rank_exception 1: before its writer was done
+    if group.rank == 0:
+        wait_for(tmp_path / "has read")
+        (tmp_path / "shard").write_text("1 2 3")
+    else:
+        try:
+            (tmp_path / "shard").read_text()
+        finally:
+            (tmp_path / "has read").touch()
+    dist.barrier()
+
+
+@world_size(2)
+def test_reads_what_a_thread_writes(group, tmp_path):  # -> rank_exception 1: before its writer was done
+    def write():
+        wait_for(tmp_path / "has read")
+        (tmp_path / "index").write_text("1 2 3")
+
+    if group.rank == 0:
+        threading.Thread(target=write).start()
+    dist.barrier()
+    if group.rank == 1:
+        try:
+            torch.load(tmp_path / "index")
+        except OSError as error:
+            (tmp_path / "has read").touch()
+            raise ValueError("no index") from error
+    dist.barrier()
+
+
+# An exception that was handled and kept.
+def read(group):
+    error = None
+    for attempt in range(3):
+        try:
+            return int("1" if group.rank or attempt else "one")
+        except ValueError as caught:
+            error = caught
+            if group.rank == 0:
+                break
+    while error is not None:
+        time.sleep(0.05)
+
+
+@world_size(2)
+def test_waits_after_an_error(group):  # -> sleeping 0 with handled_exception
+    read(group)
+    dist.barrier()
+
+
+@world_size(3)
+def test_skips_after_an_error(group):  # -> skipped_collective 1 with handled_exception: part 2 is truncated
+    failed = None
+    for step in range(4):
+        try:
+            if (group.rank, step) == (1, 2):
+                raise OSError("part 2 is truncated")
+            dist.all_reduce(torch.ones(2))
+        except OSError as error:
+            failed = error
+        dist.broadcast(torch.ones(3), 0)
+    assert failed is None
