@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict, describe_ranks
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
-from pytest_nsa.flow.first import FirstDivergence, find_first
+from pytest_nsa.flow.first import FirstDivergence, find_first, find_other_values
 from pytest_nsa.flow.read import FILE, read_flow
 
 SECOND_RUN = "second_run"  # the kind of the fact that states what a second run showed
@@ -15,13 +15,27 @@ SECOND_RUN = "second_run"  # the kind of the fact that states what a second run 
 BY_WEIGHTS = ("calls.", "absence.", "messages.", "keys.", "groups.", "hooks.")
 
 
-def find_divergence(evidence: Evidence) -> FirstDivergence | None:
-    """Return where the ranks of a second run parted first; None where they did not, or where it cannot be seen."""
-    flows = [read_flow(rank.folder / FILE, rank.rank) for rank in evidence.ranks]
-    if any(flow is not None and flow.is_cut for flow in flows):
+def find_divergence(evidence: Evidence, odd: Sequence[int] = ()) -> FirstDivergence | None:
+    """Return where the ranks of a run parted first; None where they did not, or where it cannot be seen.
+
+    ``odd`` are the ranks with other parameters than the others, where the run ended with all calls made.
+    """
+    read = [read_flow(rank.folder / FILE, rank.rank) for rank in evidence.ranks]
+    flows = [flow for flow in read if flow is not None and not flow.is_cut]
+    if len(flows) < 2:
         return None
-    found = find_first([flow for flow in flows if flow is not None], evidence.members, _stuck(evidence))
+    if odd:
+        found = find_other_values(
+            flows, evidence.members, [rank for rank in odd if rank in {flow.rank for flow in flows}]
+        )
+    else:
+        by_keys = any(rank.waits_for_a_key for rank in evidence.ranks if not rank.finished)
+        found = find_first(flows, evidence.members, [] if by_keys else _stuck(evidence), by_keys=by_keys)
     return found and found.below(evidence.job.root)
+
+
+def _odd(verdict: Verdict) -> tuple[int, ...]:
+    return verdict.ranks if verdict.cause == "silent_divergence" else ()
 
 
 def _stuck(evidence: Evidence) -> list[Sequence[int]]:
@@ -31,14 +45,12 @@ def _stuck(evidence: Evidence) -> list[Sequence[int]]:
         call = rank.board.blocked if rank.board is not None and not rank.finished else None
         if call is not None:
             found.append((rank.rank, call.peer) if call.peer >= 0 else (*evidence.members(call.group), rank.rank))
-        elif rank.waits_for_a_key:
-            return []
     return found
 
 
 def add_divergence(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Return a failed run's verdict with the divergence that its recorded control flow shows, if it was recorded."""
-    found = find_divergence(evidence) if verdict.failed else None
+    found = find_divergence(evidence, _odd(verdict)) if verdict.failed else None
     return verdict if found is None else _with_divergence(verdict, found, is_same=True)
 
 
@@ -48,7 +60,7 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
         return _with_fact(
             verdict, "the second run passed: the failure depends on timing, or on what an earlier test left"
         )
-    found = find_divergence(second)
+    found = find_divergence(second, _odd(again))
     is_same = _ends(first) == _ends(second)
     if found is None:
         if not is_same:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,13 +23,15 @@ from pytest_nsa.flow.source import END, Source, Statement, read_source
 Members = Callable[[str], Sequence[int]]
 Key = tuple[object, ...]
 DEEPEST = 400  # frames, one in the other
+_NUMBERS = re.compile(r"\d+")
+_SCALAR = re.compile(r"-?[\d.]|['\"]|(?:True|False|None|inf|nan)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
     """Where two ranks part: a statement of two frames, by the index of its line in each, and how.
 
-    ``kind`` is branch, loop, callee, exception, argument or end. ``calls`` are the first two calls that differ, for an argument.
+    ``kind`` is branch, loop, callee, exception, argument or value. ``calls`` are the first two calls that differ, for an argument.
     """
 
     kind: str
@@ -57,12 +60,18 @@ class Parting:
 
 @dataclass(slots=True)
 class Pair:
-    """Two ranks that are compared. ``members`` returns the ranks of a group by its name."""
+    """Two ranks that are compared. ``members`` returns the ranks of a group by its name.
+
+    With ``by_keys`` the keys of stores count as calls: setting one and waiting for one, of names that differ in numbers alone. With
+    ``notes_all``, ``noted`` has each difference that changed no call: of control flow, and of values that a statement sets.
+    """
 
     one: Flow
     other: Flow
     members: Members
-    passed: list[tuple[Frame, int, Frame, int]] = field(default_factory=list)  # differences that changed no call
+    by_keys: bool = False
+    notes_all: bool = False
+    noted: list[Parting] = field(default_factory=list)
 
     def part(self) -> Parting | None:
         """Return where they part; None where they do not, or where it cannot be seen."""
@@ -81,7 +90,7 @@ class Pair:
         """Return what must be equal of a call; None of one that does not concern the other rank."""
         other = self.other.rank if flow is self.one else self.one.rank
         if call.kind in ("set", "wait"):
-            return None
+            return ("key", _NUMBERS.sub("#", call.key)) if self.by_keys else None
         if call.kind in ("send", "receive"):
             return ("message", call.note) if call.peer == other else None
         group = self.members(call.group)
@@ -116,14 +125,17 @@ class Pair:
                 return None
             if met is None or not self._began_the_same(a, i - 1, met[0], b, j - 1, met[1]):
                 return self._parting(source, a, i - 1, b, j - 1)
-            self.passed.append((a, i - 1, b, j - 1))
+            if self.notes_all:
+                self.noted.append(self._parting(source, a, i - 1, b, j - 1))
             i, j = met
 
     def _in_statement(self, a: Frame, i: int, b: Frame, j: int, depth: int) -> Parting | None:
         """Return where the ranks part inside a statement that both execute: in the frames that it called, or in its calls."""
         mine, others = self.shared(self.one, a.calls.get(i, ())), self.shared(self.other, b.calls.get(j, ()))
         is_last = a.is_open and i + 1 >= len(a.lines), b.is_open and j + 1 >= len(b.lines)
-        if mine == others and not any(is_last):
+        if self.notes_all:
+            self._note_values(a, i, b, j)
+        elif mine == others and not any(is_last):
             return None
         if (i in a.raised) != (j in b.raised) and mine != others:
             return self._parting(read_source(a.file), a, i, b, j)
@@ -138,6 +150,12 @@ class Pair:
             return Parting("argument", (a, b), (i, j), calls)
         begun = [len([c for c in f.calls.get(k, ()) if c.place == (f.number, k)]) for f, k in ((a, i), (b, j))]
         return Parting("callee", (a, b), (i, j)) if begun[0] != begun[1] and not any(is_last) else None
+
+    def _note_values(self, a: Frame, i: int, b: Frame, j: int) -> None:
+        """Note a statement that sets a number, a text or a truth value otherwise on the two ranks."""
+        mine, others = a.values.get(i, {}), b.values.get(j, {})
+        if any(others.get(name, text) != text and _SCALAR.match(text) for name, text in mine.items()):
+            self.noted.append(Parting("value", (a, b), (i, j)))
 
     def _call(self, flow: Flow, frame: Frame, index: int, number: int) -> Call:
         return [call for call in frame.calls[index] if self.key_of(flow, call) is not None][number]

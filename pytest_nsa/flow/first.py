@@ -70,16 +70,18 @@ class FirstDivergence:
         )
 
 
-def find_first(flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence[int]] = ()) -> FirstDivergence | None:
+def find_first(
+    flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence[int]] = (), *, by_keys: bool = False
+) -> FirstDivergence | None:
     """Return where the ranks of ``flows`` parted first; None where no two of them did, or where it cannot be seen.
 
     ``members`` returns the ranks of a group by its name; ``stuck`` are the ranks of each call that cannot complete. Without any,
-    all ranks are compared.
+    all ranks are compared. With ``by_keys`` the keys of stores count as calls.
     """
     by_rank = {flow.rank: flow for flow in flows}
     found: list[tuple[Parting, Pair]] = []
     for one, other in list(_pairs(sorted(by_rank), list(stuck)))[:MOST_PAIRS]:
-        pair = Pair(by_rank[one], by_rank[other], members)
+        pair = Pair(by_rank[one], by_rank[other], members, by_keys=by_keys)
         parting = pair.part()
         if parting is not None:
             found.append((parting, pair))
@@ -89,6 +91,36 @@ def find_first(flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence
     first = min(found, key=lambda f: (_calls_before(f), -number[f[0].statement]))[0].statement
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
     return _described(here, [pair for parting, pair in found if parting.statement != first])
+
+
+def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:
+    """Return the first statement that the ``odd`` ranks executed otherwise than the others, or that set another value there.
+
+    Where two of the others differ, too, a difference is by right: data differ. Without a second other rank, control flow alone counts.
+    """
+    by_rank = {flow.rank: flow for flow in flows}
+    others = [rank for rank in sorted(by_rank) if rank not in odd]
+    by_right = {
+        parting.statement
+        for one, other in list(itertools.combinations(others, 2))[:MOST_PAIRS]
+        for parting in _noted(Pair(by_rank[one], by_rank[other], members, notes_all=True))
+    }
+    for one in odd:
+        for other in others:
+            pair = Pair(by_rank[one], by_rank[other], members, notes_all=True)
+            for parting in _noted(pair):
+                is_known = parting.kind != "value" or len(others) > 1
+                if is_known and parting.statement not in by_right:
+                    found = _described([(parting, pair)], [])
+                    alike = {text: tuple(others) if other in ranks else ranks for text, ranks in found.outcomes.items()}
+                    return replace(found, outcomes=alike)  # the others do not differ there
+    return None
+
+
+def _noted(pair: Pair) -> list[Parting]:
+    """Return the differences of two ranks, in their order."""
+    last = pair.part()
+    return [*pair.noted, *([last] if last is not None else [])]
 
 
 def _calls_before(found: tuple[Parting, Pair]) -> int:

@@ -237,6 +237,8 @@ def side(parting: Parting, which: int) -> str:
         names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function of the program"
         begun = ", ".join(dict.fromkeys(call.op for call in frame.calls.get(at, ())))
         return f"calls {names}" + (f", which begins {begun}" if begun else "")
+    if parting.kind == "value":
+        return ", ".join(f"{name} = {text}" for name, text in sorted(frame.values.get(at, {}).items()))
     node = parting.source.statement(parting.line)
     following = frame.lines[at + 1] if at + 1 < len(frame.lines) else None
     is_in_body = (

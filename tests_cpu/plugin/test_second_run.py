@@ -43,7 +43,7 @@ def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pyteste
     line = line_of(result, pytester.path)
     assert (verdict.outcome, verdict.ranks, verdict.certain) == ("HANG", (1,), True)
     assert verdict.where == found["where"]
-    assert found["where"].endswith(f"test_example.py:{line} in test_it")
+    assert found["where"] == f"test_example.py:{line} in test_it"
     assert (found["kind"], found["outcomes"]) == ("branch", {"false": [0, 2], "true": [1]})
     assert found["values"]["local"] == {"0": "3.0", "1": "7.0", "2": "3.0"}
     assert f"test_example.py:{line - 1} in test_it" in found["because"][0]["where"]
@@ -107,3 +107,32 @@ def test_tests_that_fail_alike_on_all_ranks_do_not_run_again(pytester: pytest.Py
             assert group.world_size == 3
     """
     assert second_runs(run_example(pytester, source, *AGAIN)) == []
+
+
+def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_otherwise(
+    pytester: pytest.Pytester,
+) -> None:
+    source = """
+        @world_size(3)
+        @check_divergence
+        def test_it(ddp):
+            torch.manual_seed(0)
+            model = ddp.wrap(torch.nn.Linear(4, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = model(torch.randn(2, 4)).sum()
+                loss.backward()
+                scale = 2.0 if (ddp.rank, step) == (1, 1) else 1.0
+                if scale > 1:  # HERE
+                    with torch.no_grad():
+                        model.module.weight.mul_(scale)
+                optimizer.step()
+    """
+    result = run_example(pytester, source, *AGAIN)
+    verdict = result.verdicts["test_it"]
+    found = verdict.first_divergence
+    assert (verdict.cause, verdict.ranks) == ("silent_divergence", (1,))
+    line = line_of(result, pytester.path)
+    assert found["where"] in (f"test_example.py:{line} in test_it", f"test_example.py:{line - 1} in test_it")
+    assert sorted(found["outcomes"].values()) == [[0, 2], [1]]
