@@ -96,7 +96,7 @@ def find_first(
 def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:
     """Return the first statement that the ``odd`` ranks executed otherwise than the others, or that set another value there.
 
-    Where two of the others differ, too, a difference is by right: data differ. Without a second other rank, control flow alone counts.
+    Where two of the others differ, too, ranks differ by right. Without a second other rank, control flow alone counts.
     """
     by_rank = {flow.rank: flow for flow in flows}
     others = [rank for rank in sorted(by_rank) if rank not in odd]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import tokenize
 from pathlib import Path
 
 from pytest_nsa.wire.files import read_bytes
@@ -60,7 +61,7 @@ class Source:
         if found is None:
             return self.line(number)
         lines = sorted(n for n in _lines_of_head(found) if 0 < n <= len(self.text))
-        return " ".join(" ".join(self.text[n - 1] for n in lines).split())
+        return " ".join(" ".join(_without_comment(self.text[n - 1]) for n in lines).split())
 
     def meetings(self, statement: Statement) -> list[tuple[Statement | str, list[ast.AST]]]:
         """Return the statements at which two ranks may meet after a statement, the nearest first.
@@ -117,6 +118,17 @@ class Source:
             if isinstance(node, (ast.If, *_LOOPS, ast.Match, ast.ExceptHandler)):
                 found.append(node)
         return found
+
+
+def _without_comment(line: str) -> str:
+    """Return a line without the comment at its end."""
+    try:
+        for token in tokenize.generate_tokens(iter([line + "\n", ""]).__next__):
+            if token.type == tokenize.COMMENT:
+                return line[: token.start[1]]
+    except (tokenize.TokenError, SyntaxError):  # a part of a statement
+        pass
+    return line
 
 
 def _lines_of_head(node: ast.AST) -> range:

@@ -17,6 +17,7 @@ from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.report.divergence import describe_divergence
 from pytest_nsa.report.plain import visible
 
+MOST_LINES = 12
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
 MAX_HEAD_LINES = 5
@@ -84,12 +85,12 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
         out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
     if round(verdict.stalled_s, 1):
         until = "when it was last looked at" if evidence.stop == "host_died" else "before it was stopped"
-        held = "".join(f"; memory: {fact.text}" for fact in verdict.evidence if fact.kind == "memory")
+        memory = [] if diverged else [fact.text for fact in verdict.evidence if fact.kind == "memory"]
+        held = "".join(f"; memory: {text}" for text in memory)
         out.append(f"  stalled  for {verdict.stalled_s:.1f} s {until}{held}")
-    if verdict.advice:
-        out.append(f"  do       {verdict.advice}")
-    out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
-    return [visible(line) for line in out[:12]]
+    last = [f"  do       {verdict.advice}"] if verdict.advice else []
+    last.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
+    return [visible(line) for line in (*out[: MOST_LINES - len(last)], *last)]
 
 
 def _last_calls(evidence: Evidence) -> list[str]:
