@@ -21,7 +21,7 @@ def find_divergence(evidence: Evidence, odd: Sequence[int] = ()) -> FirstDiverge
     ``odd`` are the ranks with other parameters than the others, where the run ended with all calls made.
     """
     read = [read_flow(rank.folder / FILE, rank.rank) for rank in evidence.ranks]
-    flows = [flow for flow in read if flow is not None and not flow.is_cut]
+    flows = [flow for flow in read if flow is not None]
     if len(flows) < 2:
         return None
     if odd:

@@ -14,6 +14,7 @@ from pytest_nsa.flow.reasons import Step, differing, is_library, place, side, tr
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
+MAIN = 0  # the number of the thread in which the recording began
 Members = Callable[[str], Sequence[int]]
 
 
@@ -78,7 +79,7 @@ def find_first(
     ``members`` returns the ranks of a group by its name; ``stuck`` are the ranks of each call that cannot complete. Without any,
     all ranks are compared. With ``by_keys`` the keys of stores count as calls.
     """
-    by_rank = {flow.rank: flow for flow in flows}
+    by_rank = {flow.rank: flow for flow in with_equal_begins(flows)}
     found: list[tuple[Parting, Pair]] = []
     for one, other in list(_pairs(sorted(by_rank), list(stuck)))[:MOST_PAIRS]:
         pair = Pair(by_rank[one], by_rank[other], members, by_keys=by_keys)
@@ -129,6 +130,15 @@ def _calls_before(found: tuple[Parting, Pair]) -> int:
     frame, at = parting.frames[0], parting.at[0]
     begun = frame.begun_at + len(frame.calls_from(-1, at))
     return len(pair.shared(pair.one, pair.one.calls.get(frame.thread, [])[:begun]))
+
+
+def with_equal_begins(flows: Sequence[Flow]) -> list[Flow]:
+    """Return flows that begin at the same call, where a log kept only its newest events; [] where no call is in all of them."""
+    if not any(flow.is_cut for flow in flows):
+        return list(flows)
+    first = max(flow.first_kept(MAIN) for flow in flows)
+    is_in_all = all(len(flow.calls.get(MAIN, ())) > first for flow in flows)
+    return [flow.from_call(MAIN, first) for flow in flows] if is_in_all else []
 
 
 def _pairs(ranks: Sequence[int], stuck: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,33 @@ class Flow:
     rank: int
     roots: list[Frame] = field(default_factory=list)
     calls: dict[int, list[Call]] = field(default_factory=dict)
+    frames: dict[int, Frame] = field(default_factory=dict)  # by number
     sets: list[tuple[str, str, Frame, int]] = field(
         default_factory=list
     )  # of attributes: chain, value, frame, index of the line
     is_cut: bool = False  # the begin was not kept
+
+    def first_kept(self, thread: int) -> int:
+        """Return the number of a thread's first call that is kept."""
+        calls = self.calls.get(thread, [])
+        return next((n for n, call in enumerate(calls) if call is not _LOST), len(calls))
+
+    def from_call(self, thread: int, number: int) -> Flow:
+        """Return what a thread did from a call on: the frames that were open then, each from the line that it was in."""
+        call, kept = self.calls[thread][number], {id(call) for call in self.calls[thread][number:]}
+        frame, at = self.frames.get(call.place[0]), call.place[1]
+        inner: Frame | None = None
+        while frame is not None and at >= 0:
+            cut = replace(frame, lines=frame.lines[at:], is_cut=True, above=None, above_at=-1)
+            for held in ("calls", "children", "values", "reads", "raised"):
+                setattr(cut, held, {k - at: v for k, v in getattr(frame, held).items() if k >= at})
+            cut.begun_at = number
+            if inner is not None:
+                cut.children[0] = [inner, *(f for f in cut.children.get(0, ()) if f.number > inner.number)]
+                inner.above, inner.above_at = cut, 0
+            cut.calls[0] = [call for call in cut.calls.get(0, ()) if id(call) in kept]
+            inner, at, frame = cut, frame.above_at, frame.above
+        return Flow(self.rank, [inner] if inner is not None else [], self.calls, self.frames, self.sets)
 
 
 def read_flow(path: Path, rank: int) -> Flow | None:
@@ -141,7 +164,7 @@ class _Reader:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.codes: dict[int, tuple[str, str, int, str]] = {}
-        self.frames: dict[int, Frame] = {}
+        self.frames = flow.frames
 
     def read(self, data: bytes) -> None:
         """Read the events of a half."""

@@ -110,6 +110,22 @@ def test_a_full_log_keeps_the_newest_events_and_the_open_frames(tmp_path: Path) 
     assert flow.calls[0][-1].op == "all_reduce"
 
 
+def test_ranks_part_after_more_events_than_a_log_keeps(tmp_path: Path) -> None:
+    def program(rank: int, call: Callable[..., None]) -> None:
+        for _ in range(400 + 20 * rank):  # other numbers of lines, so that the logs keep other calls
+            sum(range(rank))
+        for _ in range(200):
+            programs.fits_though_one_rank_logs(rank, call)
+        programs.makes_more_passes(rank, call)
+
+    flows = [record(program, tmp_path, rank, size=1 << 15) for rank in range(RANKS)]
+    assert all(flow.is_cut for flow in flows)
+    found = find_first(flows, lambda group: range(RANKS))
+    assert found is not None
+    assert (found.kind, found.exceptional) == ("loop", (1,))
+    assert found.where.endswith("in makes_more_passes")
+
+
 def test_a_damaged_log_is_read_up_to_its_damage(tmp_path: Path) -> None:
     record(programs.makes_more_passes, tmp_path, 0)
     path = tmp_path / "makes_more_passes0.bin"
