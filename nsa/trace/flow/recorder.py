@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,11 +21,11 @@ from typing import Any
 
 from nsa.trace.flow.log import CALL, CODE, LEAVE, LINE, LINE_EVENT, RAISED, READ, RESUME, SET, SIZE, FlowLog
 from nsa.trace.flow.statements import Lines, lines_of
-from nsa.trace.flow.values import LONGEST, describe, find
+from nsa.trace.flow.values import ABSENT, LONGEST, PLAIN, describe, find, masked_text
 from nsa.trace.frames import is_program_file
 
 # Between two calls of a thread: executions of a line in a frame, and entries into a function, that are recorded.
-MOST_PASSES, MOST_ENTRIES = 500, 1000
+MOST_PASSES, MOST_ENTRIES = 200, 200
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _YIELDS = frozenset(dis.opmap[name] for name in ("YIELD_VALUE", "SEND") if name in dis.opmap)
 _NO_NAMES = Lines()
@@ -178,7 +178,7 @@ class FlowRecorder:
         of = code.code
         arguments = of.co_varnames[: of.co_argcount + of.co_kwonlyargcount]
         if arguments and names is not None:
-            self.write(SET, frame, arguments, names, {})
+            self.write(SET, frame, arguments, names, {}, is_plain=True)
         return frame
 
     def resume(self, frame: Open) -> None:
@@ -193,19 +193,22 @@ class FlowRecorder:
 
         Return whether the line's next executions, before the thread's next call, are to be recorded.
         """
-        if frame.due or frame.unwritten:
-            self.write(SET, frame, (*frame.due, *frame.unwritten), of.f_locals, of.f_globals)
+        lines = frame.code.lines
+        due, reads, returned = frame.due, lines.reads.get(line), lines.returns.get(line)
+        names = of.f_locals if due or reads or returned or frame.unwritten else {}  # made anew at each access
+        if due or frame.unwritten:
+            self.write(SET, frame, (*due, *frame.unwritten), names, of.f_globals, is_plain=True)
         log = self.log
         if log.at + LINE_EVENT.size > log.end:
             log.turn()
         LINE_EVENT.pack_into(log.map, log.at, LINE, frame.number, line)
         log.at += LINE_EVENT.size
         frame.line = line
-        lines = frame.code.lines
         frame.due = lines.sets.get(line, ())
-        reads = lines.reads.get(line)
         if reads:
-            self.write(READ, frame, reads, of.f_locals, of.f_globals)
+            self.write(READ, frame, reads, names, of.f_globals)
+        if returned:
+            self.write(READ, frame, returned, names, of.f_globals, is_plain=True)
         passes = frame.passes[line] = frame.passes.get(line, 0) + 1
         if passes < MOST_PASSES:
             return True
@@ -214,13 +217,22 @@ class FlowRecorder:
         return False
 
     def write(
-        self, kind: int, frame: Open, wanted: tuple[str, ...], names: Mapping[str, Any], others: Mapping[str, Any]
-    ) -> None:
-        """Write the values of names that differ from those that were written last for this frame."""
+        self, kind: int, frame: Open, wanted: Iterable[str], names: Mapping[str, Any], others: Mapping[str, Any], *,
+        is_plain: bool = False,
+    ) -> None:  # fmt: skip
+        """Write the values of names that differ from those that were written last for this frame.
+
+        With ``is_plain`` nothing is written of tensors and other objects: most lines of a model set or return one.
+        """
+        seen = frame.seen
         for name in wanted:
-            text = find(name, names, others)
-            if text is not None and frame.seen.get(name) != text:
-                frame.seen[name] = text
+            value = find(name, names, others)
+            kind_of_value = type(value)
+            if value is ABSENT or (is_plain and kind_of_value not in PLAIN):
+                continue
+            text = describe(masked_text(name, value) if kind_of_value is str else value)
+            if seen.get(name) != text:
+                seen[name] = text
                 self.log.text(kind, frame.number, f"{name}\0{text}")
 
     def suspend(self, frame: Open) -> None:
@@ -232,7 +244,7 @@ class FlowRecorder:
     def leave(self, frame: Open, value: Any, of: FrameType) -> None:
         """Write that a frame returns a value."""
         if frame.due:
-            self.write(SET, frame, frame.due, of.f_locals, of.f_globals)
+            self.write(SET, frame, frame.due, of.f_locals, of.f_globals, is_plain=True)
         self.log.text(LEAVE, frame.number, describe(value))
         self._end(frame)
 
@@ -262,8 +274,9 @@ class _Settrace:
 
     def start(self) -> None:
         self._before = sys.gettrace(), threading.gettrace()
-        threading.settrace(self._begin)
-        sys.settrace(self._begin)
+        begin = self._trace_calls()
+        threading.settrace(begin)
+        sys.settrace(begin)
 
     def stop(self) -> None:
         threading.settrace(self._before[1])
@@ -276,7 +289,17 @@ class _Settrace:
         """Trace a frame that is open already."""
         frame.f_trace = _trace_of(self.recorder, of)
 
-    def _begin(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+    def _trace_calls(self) -> Callable[..., Any]:
+        """Return the function that is called at each call of a Python function: most are of torch, and not recorded."""
+        codes, begin = self.recorder._codes, self._begin
+        unknown = object()
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+            return None if codes.get(frame.f_code, unknown) is None else begin(frame)
+
+        return trace
+
+    def _begin(self, frame: FrameType) -> Callable[..., Any] | None:
         recorder = self.recorder
         code = recorder.code_of(frame.f_code)
         if code is None or os.getpid() != recorder._pid:

@@ -13,10 +13,11 @@ MOST_PARTS = 3  # of a chain of attributes: self.control.stop
 
 @dataclass(slots=True)
 class Lines:
-    """Names and chains of attributes by line: those that a statement sets, and those by which it decides."""
+    """Names and chains of attributes by line: those that a statement sets, by which it decides, and of which it returns a value."""
 
     sets: dict[int, tuple[str, ...]] = field(default_factory=dict)
     reads: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    returns: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @functools.cache
@@ -34,6 +35,8 @@ def lines_of(path: str) -> Lines:
             names = tuple(dict.fromkeys(n for target in _targets(node) for n in chains(target)))
             for line in head if names else ():
                 found.sets[line] = tuple(dict.fromkeys((*found.sets.get(line, ()), *names)))
+        if isinstance(node, ast.Return) and node.value is not None:
+            found.returns[node.lineno] = tuple(dict.fromkeys(chains(node.value)))
         names = tuple(dict.fromkeys(n for part in decided_by(node) for n in chains(part)))
         if names and isinstance(node, ast.stmt | ast.expr):
             first = _first_line(node)
@@ -84,8 +87,6 @@ def decided_by(node: ast.AST) -> Iterator[ast.expr]:
     match node:
         case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
             yield node.test
-        case ast.Return(value=ast.expr() as value):  # by which a caller decides
-            yield value
         case ast.Match():
             yield node.subject
         case ast.For() | ast.AsyncFor():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -11,7 +12,8 @@ from nsa.trace.secrets import masked_value
 LONGEST = 60  # characters
 _FEW = 6  # elements that are shown
 _SCALARS = (bool, int, float, complex, type(None))
-_ABSENT = object()
+ABSENT = object()
+PLAIN = frozenset((*_SCALARS, str, list, tuple, set, frozenset, dict, range))
 
 
 def describe(value: Any) -> str:
@@ -38,26 +40,36 @@ def _describe_tensor(value: Any) -> str:
     try:
         if value.device.type == "cpu" and value.numel() == 1:
             return f"tensor {value.detach().item()!r}"
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return _describe_shape(value.dtype, value.shape)
     except Exception:  # under a mode of torch, or with a shape that is not known
         return "<Tensor>"
 
 
-def find(chain: str, names: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """Return the value of a name or a chain of attributes as a text; None where it is not there.
+@functools.lru_cache(1024)
+def _describe_shape(dtype: Any, shape: Any) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def find(chain: str, names: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """Return the value of a name or a chain of attributes; `ABSENT` where it is not there.
 
     Attributes are looked up in the instances' own dictionaries alone: a property would run code of the program.
     """
+    if "." not in chain:
+        value = names.get(chain, ABSENT)
+        return others.get(chain, ABSENT) if value is ABSENT else value
     first, *rest = chain.split(".")
-    value = names.get(first, _ABSENT)
-    if value is _ABSENT:
-        value = others.get(first, _ABSENT)
+    value = names.get(first, ABSENT)
+    if value is ABSENT:
+        value = others.get(first, ABSENT)
     for name in rest:
-        held = getattr(value, "__dict__", None) if value is not _ABSENT else None
-        value = held.get(name, _ABSENT) if type(held) is dict else _ABSENT
-    if value is _ABSENT:
-        return None
-    if type(value) is str:
-        name = rest[-1] if rest else first
-        value = masked_value({name: value})[name]
-    return describe(value)
+        held = getattr(value, "__dict__", None) if value is not ABSENT else None
+        value = held.get(name, ABSENT) if type(held) is dict else ABSENT
+    return value
+
+
+@functools.lru_cache(4096)
+def masked_text(name: str, text: str) -> str:
+    """Return a text that is the value of a name, masked if it is a secret."""
+    masked: str = masked_value({name.rpartition(".")[2]: text})[name.rpartition(".")[2]]
+    return masked
