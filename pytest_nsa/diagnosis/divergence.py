@@ -9,6 +9,7 @@ from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict, describe_ranks
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.first import FirstDivergence, find_first, find_other_values
 from pytest_nsa.flow.read import FILE, read_flow
+from pytest_nsa.flow.reasons import LEFT
 
 SECOND_RUN = "second_run"  # the kind of the fact that states what a second run showed
 # The rules that choose an explanation by weights, where ranks are in different calls.
@@ -116,6 +117,8 @@ def _cause(found: FirstDivergence, verdict: Verdict, to_blame: tuple[int, ...]) 
         return verdict.cause
     if found.kind == "argument":
         return "collective_mismatch"
+    if found.kind == "loop":
+        return "skipped_collective" if found.outcomes.get(LEFT) == to_blame else "extra_collective"
     return verdict.cause if to_blame == verdict.ranks else _OPPOSITE[verdict.cause]
 
 

@@ -13,6 +13,7 @@ from pytest_nsa.flow.read import Flow, Frame
 from pytest_nsa.flow.source import Statement, read_source
 
 MOST_STEPS = 4
+LEFT = "left the loop"
 ARGUMENT = -1  # the index at which arguments are set
 # What may differ from rank to rank by right, by the names in a statement.
 _BY_RIGHT = {
@@ -245,7 +246,7 @@ def side(parting: Parting, which: int) -> str:
         following is not None and not isinstance(node, int) and parting.source.is_below(following, node, "body")
     )
     if parting.kind == "loop":
-        return "another pass" if is_in_body else "left the loop"
+        return "another pass" if is_in_body else LEFT
     if isinstance(node, ast.If):
         return "true" if is_in_body else "false"
     if following is None:
