@@ -209,8 +209,22 @@ class Pair:
             a, i, b, j = _innermost_raise(a, i, b, j)
             kind = "exception"
         else:
+            inner = self._in_generators(a, i, b, j) if is_loop else None
+            if inner is not None:
+                return inner
             kind = "loop" if is_loop else "branch"
         return Parting(kind, (a, b), (i, j))
+
+    def _in_generators(self, a: Frame, i: int, b: Frame, j: int) -> Parting | None:
+        """Return where the generators part that give a loop its values; None where it has none of the program's."""
+        mine, others = ([f for f in _children(frame) if f.above_at == k and f.lines] for frame, k in ((a, i), (b, j)))
+        x, y = next(((x, y) for x in mine for y in others if x.function == y.function), (None, None))
+        if x is None or y is None:
+            return None
+        source = read_source(x.file)
+        pairs = zip(map(source.statement, x.lines), map(source.statement, y.lines), strict=False)
+        same = next((k for k, (here, there) in enumerate(pairs) if here != there), min(len(x.lines), len(y.lines)))
+        return self._parting(source, x, same - 1, y, same - 1) if same > 0 and len(x.lines) != len(y.lines) else None
 
 
 def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Frame, int]:
@@ -227,6 +241,10 @@ def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Fr
         if there is None or there in like.raised:
             return a, i, b, j
         a, i, b, j = (inner, at, like, there) if is_first else (like, there, inner, at)
+
+
+def _children(frame: Frame) -> list[Frame]:
+    return [child for children in frame.children.values() for child in children]
 
 
 def _matched(mine: list[Frame], others: list[Frame]) -> list[tuple[list[Frame], list[Frame]]]:

@@ -62,15 +62,15 @@ class Frame:
     thread: int
     begun_at: int = 0
     lines: list[int] = field(default_factory=list)
-    calls: dict[int, list[Call]] = field(default_factory=dict)
-    children: dict[int, list[Frame]] = field(default_factory=dict)
+    calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
+    children: dict[int, list[Frame]] = field(default_factory=dict, repr=False)
     values: dict[int, dict[str, str]] = field(default_factory=dict)
     reads: dict[int, dict[str, str]] = field(default_factory=dict)
     raised: dict[int, str] = field(default_factory=dict)
     is_open: bool = True  # it had not returned when the recording ended
     returned: str = ""
     is_cut: bool = False
-    above: Frame | None = None
+    above: Frame | None = field(default=None, repr=False)
     above_at: int = -1  # index of the parent's line
 
     @property

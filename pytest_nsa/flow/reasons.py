@@ -74,6 +74,9 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow]) -> list[Step]:
                 continue
             seen.add(key)
             found.append(_step(name, mine, others))
+            mine, others = _before_steps(mine, name), _before_steps(others, name)
+            if mine.text != others.text and found[-1] != (begun := _step(name, mine, others)):
+                found.append(begun)
             following = _following(mine, others)
             if following is not None and not found[-1].by_right:
                 todo.append((*following, depth + 1))
@@ -169,8 +172,25 @@ def _setter(flow: Flow, value: _Value, name: str) -> _Value:
     if "." in name:
         last = "." + name.rpartition(".")[2]
         for set_name, text, of, index in reversed(flow.sets):
-            if set_name.endswith(last) and text == value.text and of.number <= frame.number + len(flow.sets):
+            if set_name.endswith(last) and text == value.text:
                 return _Value(text, of, index, is_set=True)
+    return value
+
+
+def _before_steps(value: _Value, name: str) -> _Value:
+    """Return the value of a name before a line that counts it up or down: where another line set it."""
+    frame, index = value.frame, value.index
+    if (
+        not value.is_set
+        or index < 0
+        or not isinstance(read_source(frame.file).statement(frame.lines[index]), ast.AugAssign)
+    ):
+        return value
+    line = frame.lines[index]
+    for k in range(index - 1, ARGUMENT - 1, -1):
+        text = frame.values.get(k, {}).get(name)
+        if text is not None and (k == ARGUMENT or frame.lines[k] != line):
+            return _Value(text, frame, k, is_set=True)
     return value
 
 
