@@ -154,7 +154,7 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
         ranks = pair.one.rank, pair.other.rank
         for which, rank in enumerate(ranks):
             outcomes[side(parting, which)].add(rank)
-        for name, texts in differing(parting).items():
+        for name, texts in differing(parting, (pair.one, pair.other)).items():
             values[name].update(zip(ranks, texts, strict=True))
     # Ranks of one side that part at another statement, where neither is of the rarer outcome.
     sides = sorted(outcomes.values(), key=len)[1:]

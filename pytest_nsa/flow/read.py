@@ -62,6 +62,9 @@ class Frame:
     thread: int
     begun_at: int = 0
     lines: list[int] = field(default_factory=list)
+    sets_at: list[int] = field(
+        default_factory=list, repr=False
+    )  # the number of attributes that had been set before each line
     calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
     children: dict[int, list[Frame]] = field(default_factory=dict, repr=False)
     values: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -112,7 +115,8 @@ class Flow:
         frame, at = self.frames.get(call.place[0]), call.place[1]
         inner: Frame | None = None
         while frame is not None and at >= 0:
-            cut = replace(frame, lines=frame.lines[at:], is_cut=True, above=None, above_at=-1)
+            lines, sets_at = frame.lines[at:], frame.sets_at[at:]
+            cut = replace(frame, lines=lines, sets_at=sets_at, is_cut=True, above=None, above_at=-1)
             for held in ("calls", "children", "values", "reads", "raised"):
                 setattr(cut, held, {k - at: v for k, v in getattr(frame, held).items() if k >= at})
             cut.begun_at = number
@@ -168,7 +172,7 @@ class _Reader:
 
     def read(self, data: bytes) -> None:
         """Read the events of a half."""
-        frames, at, end = self.frames, 0, len(data)
+        frames, sets, at, end = self.frames, self.flow.sets, 0, len(data)
         while at < end:
             kind = data[at]
             at += 1
@@ -178,6 +182,7 @@ class _Reader:
                 frame = frames.get(number)
                 if frame is not None:
                     frame.lines.append(line)
+                    frame.sets_at.append(len(sets))
             elif kind == ENTER:
                 self._enter(*_FOUR.unpack_from(data, at))
                 at += 16
@@ -222,6 +227,7 @@ class _Reader:
         frame = self._enter(number, parent, code, thread)
         frame.is_cut = True
         frame.lines.append(line)
+        frame.sets_at.append(len(self.flow.sets))
 
     def _text(self, kind: int, number: int, text: str) -> None:
         if kind == CODE:

@@ -44,11 +44,11 @@ class _Value:
     is_set: bool
 
 
-def differing(parting: Parting) -> dict[str, tuple[str, str]]:
+def differing(parting: Parting, flows: tuple[Flow, Flow]) -> dict[str, tuple[str, str]]:
     """Return the names that a statement reads and that differ, with the text of each on the two ranks."""
     found = {}
     for name in _names(parting.source.statement(parting.line)):
-        mine, others = (_value(f, at, name) for f, at in zip(parting.frames, parting.at, strict=True))
+        mine, others = (_value(of, f, at, name) for of, f, at in zip(flows, parting.frames, parting.at, strict=True))
         if mine is not None and others is not None and mine.text != others.text:
             found[name] = mine.text, others.text
     return found
@@ -99,7 +99,7 @@ def _differing_values(
 ) -> Iterator[tuple[str, _Value, _Value]]:
     line = frames[0].lines[at[0]] if 0 <= at[0] < len(frames[0].lines) else frames[0].first
     for name in _names(read_source(frames[0].file).statement(line)):
-        mine, others = (_value(f, k, name) for f, k in zip(frames, at, strict=True))
+        mine, others = (_value(of, f, k, name) for of, f, k in zip(flows, frames, at, strict=True))
         if mine is None or others is None or mine.text == others.text:
             continue
         yield (
@@ -149,7 +149,7 @@ def _chains(node: ast.AST) -> Iterator[str]:
         yield from _chains(child)
 
 
-def _value(frame: Frame, at: int, name: str) -> _Value | None:
+def _value(flow: Flow, frame: Frame, at: int, name: str) -> _Value | None:
     """Return the value that a name had in a frame at the line of an index: as the line read it, or as it was set before."""
     for index in range(at, ARGUMENT - 1, -1):
         read = frame.reads.get(index, {}).get(name)
@@ -158,7 +158,11 @@ def _value(frame: Frame, at: int, name: str) -> _Value | None:
         held = frame.values.get(index, {}).get(name) if index < at or index == ARGUMENT else None
         if held is not None:
             return _Value(held, frame, index, is_set=True)
-    return None
+    if "." not in name or not 0 <= at < len(frame.sets_at):
+        return None
+    last = "." + name.rpartition(".")[2]  # an attribute, which another function may have set
+    found = next((s for s in reversed(flow.sets[: frame.sets_at[at]]) if s[0].endswith(last)), None)
+    return None if found is None else _Value(found[1], found[2], found[3], is_set=True)
 
 
 def _setter(flow: Flow, value: _Value, name: str) -> _Value:

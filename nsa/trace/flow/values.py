@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -28,7 +29,10 @@ def describe(value: Any) -> str:
             return repr(value)[:LONGEST]
         return f"{kind.__name__} of {len(value)}"
     if kind in (FunctionType, MethodType):
-        return f"function {getattr(value, '__qualname__', '')}"[:LONGEST]
+        code = getattr(value, "__code__", None)  # two lambdas of a function differ in their code alone
+        return f"function {getattr(value, '__qualname__', '')}"[:LONGEST] + (
+            f" #{zlib.crc32(code.co_code) % 997}" if code else ""
+        )
     if kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ("Tensor", "Parameter"):
         return _describe_tensor(value)
     if kind is range:
