@@ -1,4 +1,4 @@
-"""Hangs that users of other harnesses reported: pytorch#194943, ROCm/pytorch#3526, deepspeedai/DeepSpeed#7334."""
+"""Tests in the bases of torch, and hangs that users reported (pytorch#194943, ROCm/pytorch#3526, deepspeedai/DeepSpeed#7334)."""
 
 # options: -p xdist -n 2 -o timeout=60 -o ranks_hang_after=3
 import os
@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pytest_nsa import OnRanks, reuse, world_size
@@ -46,6 +47,27 @@ class TestBase(OnRanks, bases.MultiProcContinuousTest):
 class TestSubclass(TestBase):
     def test_e_of_the_subclass(self):  # -> passes
         dist.barrier()
+
+
+@world_size(2, group=None)
+class TestTheirs(OnRanks, bases.MultiProcessTestCase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_meets_by_a_file(self):  # -> passes
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        value = torch.tensor([self.rank])
+        dist.all_reduce(value)
+        assert value.item() == 1
+
+    @bases.skip_if_lt_x_gpu(8)
+    def test_on_8_gpus(self):  # -> passes or skips
+        raise ValueError
+
+    def test_fails(self):  # -> assertion 1
+        self.assertEqual(self.rank, 0)  # noqa: PT009  (the bases' own)
 
 
 # A pool of four that is reused: its members meet in destroy_process_group, and one does not come.
