@@ -1,7 +1,4 @@
-"""What a training leaves agrees with docs/artifacts.md, file by file and field by field.
-
-More than 400 lines, as its tests read one training, which takes seconds.
-"""
+"""What a training leaves agrees with docs/artifacts.md, file by file and field by field."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports. Tests without ranks have no overhead.
-
-More than 400 lines, many of them the text of tests that run on ranks.
-"""
+"""Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports. Tests without ranks have no overhead."""
 
 from __future__ import annotations
 
