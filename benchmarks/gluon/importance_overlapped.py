@@ -47,9 +47,7 @@ def place_of(SEQUENCES, b, S, N, LO, HI, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(
-    KD0, KD1, keys, free, row, g, tiles, step, D0: gl.constexpr, D1: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+def load_keys(KD0, KD1, keys, free, row, g, tiles, step, D0: gl.constexpr, D1: gl.constexpr, STAGES: gl.constexpr):
     """Load keys of group g from ``row`` on, ``step`` rows further for each tile, as the ring becomes free."""
     k0, k1, there = keys
     for i in range(tiles):

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from nsa.kernels import blocks, ops, reference
-from nsa.kernels.cpu import selected as cpu_selected
-from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import tiles as cpu_tiles
 from tests_cpu.kernels.golden import BLOCK, CHOSEN, FOLDER, WIDTH, WINDOW
 
@@ -54,16 +52,6 @@ def test_the_selected_branch(golden: dict[str, torch.Tensor]) -> None:
     q, k, v = leaves = inputs(golden)
     out = reference.selected(q, k, v, chosen(golden), l_sel=BLOCK, n_sel=CHOSEN, scale=SIZES["scale"])
     compare(golden, "sel", out, leaves)
-
-
-def test_the_fast_kernels_too(golden: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_selected, "SHORT", 0)
-    q, k, v = (golden[name] for name in "qkv")
-    out, _, importance = strided.compressed_forward(q, pooled(k), pooled(v), BLOCK, BLOCK, BLOCK, WIDTH**-0.5)
-    torch.testing.assert_close(out, golden["cmp.out"], rtol=0, atol=2e-6)
-    assert torch.equal(blocks.select(importance, BLOCK, CHOSEN), chosen(golden))
-    out, _ = cpu_selected.selected_forward(q, k, v, chosen(golden), BLOCK, CHOSEN, WIDTH**-0.5)
-    torch.testing.assert_close(out, golden["sel.out"], rtol=0, atol=2e-6)
 
 
 def test_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,16 +35,6 @@ def test_every_contender_is_measured_or_absent_for_a_reason() -> None:
         assert found["over_fastest_dense"][way]["dense"] in ("flash", "cudnn")
 
 
-@pytest.mark.slow
-def test_some_contenders_are_measured_with_fewer_parts_at_once() -> None:
-    arguments = "--dry-run", "--lengths", "70", "--rounds", "1", "--only", "selected", "--parts", "1"
-    done = run("benchmarks/attention_gpu.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["parts_mib"] == 1
-    assert {name.split()[0] for name in found["shapes"]["tiny"]["70"]["ms"]["events"]} == {"selected"}
-
-
 def test_without_a_gpu_nothing_is_measured() -> None:
     done = run("benchmarks/attention_gpu.py", interpret=False)
     assert done.returncode == 1

@@ -11,6 +11,8 @@ from nsa import KVCache, NSAAttention, nsa_attention
 
 SIZES: dict[str, Any] = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 16}
 ENDS = [0, 11, 11, 40]
+NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+OFFSETS = r"cu_seqlens must be one row of whole numbers, as in \[0, 20, 40\]; got "
 
 
 def layer() -> NSAAttention:
@@ -29,55 +31,62 @@ def test_offsets_of_a_pack_as_a_list(kind: Any) -> None:
     torch.testing.assert_close(module(x, cu_seqlens=kind(ENDS)), wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        (torch.tensor([ENDS]), r"shape \(1, 4\), torch\.int64"),
-        (torch.tensor([0, 10.7, 40]), r"shape \(3,\), torch\.float32"),
-        ([0, 10.7, 40], r"\[0, 10\.7, 40\]"),
-        (40, "40"),
-    ],
-)
-def test_offsets_that_are_none(given: Any, found: str) -> None:
-    message = rf"cu_seqlens must be one row of whole numbers, as in \[0, 20, 40\]; got {found}"
+# The argument that is wrong, its value or how it is changed, and the message.
+FUNCTION: list[tuple[str, Any, str]] = [
+    ("l", 6, r"l=6: must be a multiple of d=4"),
+    ("l", -4, r"l=-4: must be at least 1"),
+    ("l", "8", r"^l='8': must be a whole number$"),
+    ("l", 8.0, r"^l=8\.0: must be a whole number$"),
+    ("d", 0, r"d=0: must be at least 1"),
+    ("d", True, r"^d=True: must be a whole number$"),
+    ("l_sel", 18, r"l_sel=18: must be a multiple of d=4"),
+    ("n_sel", 2, r"n_sel=2: must be at least 3"),
+    ("w", 0, r"w=0: must be at least 1"),
+    ("w", None, r"^w=None: must be a whole number$"),
+    ("backend", "cuda", r"backend='cuda': must be one of auto, reference, sdpa, math, cpu, triton, flash"),
+    ("cu_seqlens", torch.tensor([0, 30, 20, 40]), r"cu_seqlens=.*must start at 0, never fall, and end at S=40"),
+    ("cu_seqlens", torch.tensor([ENDS]), OFFSETS + r"shape \(1, 4\), torch\.int64"),
+    ("cu_seqlens", torch.tensor([0, 10.7, 40]), OFFSETS + r"shape \(3,\), torch\.float32"),
+    ("cu_seqlens", [0, 10.7, 40], OFFSETS + r"\[0, 10\.7, 40\]"),
+    ("cu_seqlens", 40, OFFSETS + "40"),
+    ("q", lambda x: x[0], r"q has shape \(40, 4, 8\): must have 4 dimensions, \[batch, tokens, heads, width\]"),
+    ("q", lambda x: x.long(), r"q is torch\.int64: must be a floating point dtype"),
+    ("q", lambda x: x[:, :, :3], r"q has 3 heads: must be a multiple of the 2 KV heads"),
+    ("k_cmp", lambda x: x[:, :-1], r"k_cmp has 8 blocks: S=40, l=8, d=4 make another number|v_cmp has shape"),
+    ("k_sel", lambda x: x[:, :-1], r"k_sel has shape \(1, 39, 2, 8\): must be \(1, 40, 2, 8\)"),
+    ("v_sel", lambda x: x.double(), r"v_sel is torch\.float64: must be torch\.float32, as q is"),
+    ("k_win", lambda x: x.to("meta"), r"k_win is on meta: must be on cpu, as q is"),
+    ("k_win", lambda x: None, "k_win is NoneType: must be a tensor"),
+    ("gates", lambda x: x[..., :2], r"gates has shape \(1, 40, 4, 2\): must be \(1, 40, 4, 3\)"),
+    ("gates", lambda x: x[0, 0], r"gates has shape \(4, 3\): must have 4 dimensions, \[batch, tokens, heads, 3\]"),
+]
+LAYER: list[tuple[str, Any, str]] = [
+    ("n_heads", 3, "must be a multiple of n_kv_heads=2"),
+    ("d_k", 7, "must be even"),
+    ("n_kv_heads", 0, "must be at least 1"),
+    ("w", 0, "must be at least 1"),
+    ("w", None, "must be a whole number"),
+    ("compression", "max", "must be mean or mlp"),
+    ("force_branch", "dense", "must be cmp, sel or win"),
+    ("rope_theta", 0.0, "must be a finite number above 0"),
+    ("rope_theta", float("nan"), "must be a finite number above 0"),
+    ("gate_hidden", -1, "must be at least 1, or None"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), FUNCTION)
+def test_the_function_names_what_does_not_fit(name: str, value: Any, message: str) -> None:
+    given = {**dict(zip(NAMES, tensors(), strict=True)), **SIZES}
+    given[name] = value(given[name]) if callable(value) else value
     with pytest.raises(ValueError, match=message):
-        layer()(torch.randn(1, 40, 32), cu_seqlens=given)
+        nsa_attention(**given)
 
 
-@pytest.mark.parametrize(("name", "value"), [("w", None), ("l", "8"), ("l", 8.0), ("d", True), ("n_sel", None)])
-def test_a_size_that_is_no_whole_number(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}={value!r}: must be a whole number$"):
-        nsa_attention(*tensors(), **{**SIZES, name: value})
-    with pytest.raises(ValueError, match=rf"^{name}={value!r}: must be a whole number$"):
-        NSAAttention(32, 4, 2, 8, 8, **{**SIZES, name: value})
-
-
-@pytest.mark.parametrize(
-    ("index", "change", "message"),
-    [
-        (0, lambda x: x[0, 0], r"q has shape \(4, 8\): must have 4 dimensions, \[batch, tokens, heads, width\]"),
-        (5, lambda x: None, "k_win is NoneType: must be a tensor"),
-        (7, lambda x: x[0, 0], r"gates has shape \(4, 3\): must have 4 dimensions, \[batch, tokens, heads, 3\]"),
-    ],
-)
-def test_a_tensor_of_other_dimensions(index: int, change: Any, message: str) -> None:
-    given = tensors()
-    given[index] = change(given[index])
-    with pytest.raises(ValueError, match=message):
-        nsa_attention(*given, **SIZES)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("rope_theta", 0.0, "must be a finite number above 0"),
-        ("rope_theta", float("nan"), "must be a finite number above 0"),
-        ("gate_hidden", -1, "must be at least 1, or None"),
-    ],
-)
-def test_a_layer_that_would_compute_nothing_of_use(name: str, value: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value}: {says}"):
-        NSAAttention(32, 4, 2, 8, 8, **SIZES, **{name: value})
+@pytest.mark.parametrize(("name", "value", "says"), LAYER)
+def test_the_layer_names_what_does_not_fit(name: str, value: Any, says: str) -> None:
+    sizes: dict[str, Any] = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "d_k": 8, "d_v": 8, **SIZES}
+    with pytest.raises(ValueError, match=f"{name}={value!r}: {says}"):
+        NSAAttention(**{**sizes, name: value})
 
 
 def test_hidden_states_of_other_dimensions() -> None:

@@ -198,66 +198,6 @@ def test_rotation_in_float64_has_angles_in_float64() -> None:
     torch.testing.assert_close(torch.stack(found.chunk(2, -1), -1), wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"l": 6}, r"l=6: must be a multiple of d=4"),
-        ({"n_sel": 2}, r"n_sel=2: must be at least 3"),
-        ({"w": 0}, r"w=0: must be at least 1"),
-        ({"d": 0}, r"d=0: must be at least 1"),
-        ({"l": -4}, r"l=-4: must be at least 1"),
-        ({"l_sel": 18}, r"l_sel=18: must be a multiple of d=4"),
-        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa, math, cpu, triton, flash"),
-        ({"cu_seqlens": torch.tensor([0, 30, 20, 40])}, r"cu_seqlens=.*must start at 0, never fall, and end at S=40"),
-    ],
-)
-def test_a_wrong_argument_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        nsa_attention(*make_inputs(40, B=1), **{**SHAPE, **change})
-
-
-def test_a_wrong_shape_is_named() -> None:
-    inputs = make_inputs(40)
-    inputs[3] = inputs[3][:, :-1]
-    with pytest.raises(ValueError, match=r"k_sel has shape \(2, 39, 2, 8\): must be \(2, 40, 2, 8\)"):
-        nsa_attention(*inputs, **SHAPE)
-
-
-@pytest.mark.parametrize(
-    ("number", "change", "message"),
-    [
-        (0, lambda x: x[0], r"q has shape \(40, 4, 8\): must have 4 dimensions, \[batch, tokens, heads, width\]"),
-        (0, lambda x: x.long(), r"q is torch\.int64: must be a floating point dtype"),
-        (0, lambda x: x[:, :, :3], r"q has 3 heads: must be a multiple of the 2 KV heads"),
-        (4, lambda x: x.float(), r"v_sel is torch\.float32: must be torch\.float64, as q is"),
-        (5, lambda x: x.to("meta"), r"k_win is on meta: must be on cpu, as q is"),
-        (1, lambda x: x[:, :-1], r"k_cmp has 8 blocks: S=40, l=8, d=4 make another number|v_cmp has shape"),
-        (7, lambda x: x[..., :2], r"gates has shape \(2, 40, 4, 2\): must be \(2, 40, 4, 3\)"),
-    ],
-)
-def test_a_wrong_tensor_is_named(number: int, change: Any, message: str) -> None:
-    inputs = [x.detach() for x in make_inputs(40)]
-    inputs[number] = change(inputs[number])
-    with pytest.raises(ValueError, match=message):
-        nsa_attention(*inputs, **SHAPE)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"n_heads": 3}, r"n_heads=3: must be a multiple of n_kv_heads=2"),
-        ({"d_k": 7}, r"d_k=7: must be even"),
-        ({"n_kv_heads": 0}, r"n_kv_heads=0: must be at least 1"),
-        ({"w": 0}, r"w=0: must be at least 1"),
-        ({"compression": "max"}, r"compression='max': must be mean or mlp"),
-        ({"force_branch": "dense"}, r"force_branch='dense': must be cmp, sel or win"),
-    ],
-)
-def test_a_wrong_size_of_the_module_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NSAAttention(**{"dim": 32, "n_heads": 4, "n_kv_heads": 2, "d_k": 8, "d_v": 8, **SHAPE, **change})
-
-
 def make_module(**options: Any) -> NSAAttention:
     torch.manual_seed(0)
     return NSAAttention(32, 4, 2, 8, 8, **SHAPE, **options).double()

@@ -278,19 +278,6 @@ def test_a_step_compiled_by_inductor_has_the_gradients_of_a_plain_one(tmp_path: 
         assert (gradient - expected[name]).norm() < 100 * TOLERANCE * expected[name].norm(), name
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "train.compile: none; set it to step"),
-        ({"train.compile": "step", "parallel.mode": "ddp"}, "parallel.mode: ddp.*use average"),
-        ({"train.compile": "step", "train.accumulation": 2}, "train.accumulation=2"),
-    ],
-)
-def test_what_a_cuda_graph_cannot_hold_is_refused(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"train.cuda_graph: is not possible with {said}"):
-        load_config(TINY, **{"train.cuda_graph": True, **settings})
-
-
 def test_a_cuda_graph_needs_a_gpu(tmp_path: Path) -> None:
     config = configured(**{"train.compile": "step", "train.cuda_graph": True})
     with pytest.raises(ConfigError, match=r"train\.cuda_graph: needs a GPU, and the device is cpu"):
@@ -304,12 +291,17 @@ def test_a_torch_that_compiles_a_step_wrongly_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("kind", "settings", "said"),
     [
-        ("parallel.mode", "fsdp", "parallel.mode: fsdp"), ("train.gc_reentrant", True, "train.gc_reentrant"),
-        ("data.boundaries", True, "data.boundaries"), ("trace.module_bwd", True, "NSA_TRACE_MODULE_BWD"),
+        ("graph", {"parallel.mode": "fsdp"}, "parallel.mode: fsdp"), ("graph", {"train.gc_reentrant": True}, "train.gc_reentrant"),
+        ("graph", {"data.boundaries": True}, "data.boundaries"), ("graph", {"trace.module_bwd": True}, "NSA_TRACE_MODULE_BWD"),
+        ("cuda_graph", {"train.compile": "none"}, "train.compile: none; set it to step"),
+        ("cuda_graph", {"parallel.mode": "ddp"}, "parallel.mode: ddp.*use average"),
+        ("cuda_graph", {"train.accumulation": 2}, "train.accumulation=2"),
     ],
 )  # fmt: skip
-def test_what_one_graph_cannot_hold_is_refused(name: str, value: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"train.compile='step': is not possible with {said}.*use blocks"):
-        load_config(TINY, **{"train.compile": "step", name: value})
+def test_what_a_graph_cannot_hold_is_refused(kind: str, settings: dict[str, Any], said: str) -> None:
+    of_cuda = kind == "cuda_graph"
+    setting, hint = ("train.cuda_graph", "") if of_cuda else ("train.compile='step'", ".*use blocks")
+    with pytest.raises(ConfigError, match=f"{setting}: is not possible with {said}{hint}"):
+        load_config(TINY, **{"train.compile": "step", "train.cuda_graph": of_cuda, **settings})

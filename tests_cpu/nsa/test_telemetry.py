@@ -1,7 +1,4 @@
-"""What a training leaves agrees with docs/artifacts.md, file by file and field by field.
-
-More than 400 lines, as its tests read one training, which takes seconds.
-"""
+"""What a training leaves agrees with docs/artifacts.md, file by file and field by field."""
 
 from __future__ import annotations
 
@@ -28,8 +25,11 @@ from nsa.kernels import blocks
 from nsa.model.transformer import build_model
 from nsa.trace.stall.watchdog import Watchdog
 from nsa.training.flops import flops_per_token, keys_seen
+from nsa.training.metrics import Metrics
 from nsa.training.pace import Pace
-from nsa.training.statistics import SelectionStatistics
+from nsa.training.parallel import RankInfo
+from nsa.training.statistics import GateStatistics, SelectionStatistics
+from nsa.training.trainer import StepResult
 from pytest_nsa.cli.main import main as command
 from pytest_nsa.report.curves import curves
 from tests_cpu.warm import WarmPython
@@ -169,8 +169,6 @@ def test_statistics_of_a_pack_are_of_all_its_sequences() -> None:
 
 
 def test_a_gate_that_dies_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from nsa.training.statistics import GateStatistics
-
     model = build_model(load_config(TINY, n_layers=2))
     statistics = GateStatistics(model)
     gate = model.blocks[1].attn.gate
@@ -316,10 +314,6 @@ def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from nsa.training.metrics import Metrics
-    from nsa.training.parallel import RankInfo
-    from nsa.training.trainer import StepResult
-
     metrics = Metrics(tmp_path, load_config(TINY, **{"trace.tensorboard": True}), RankInfo(), 1e6)
     for step in (1, 2):
         metrics.add(
@@ -334,10 +328,6 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
-    from nsa.training.metrics import Metrics
-    from nsa.training.parallel import RankInfo
-    from nsa.training.trainer import StepResult
-
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
     metrics = Metrics(tmp_path, load_config(TINY), RankInfo(), 1e6)
     metrics.add(StepResult(step=2, loss=4.0, lr=1e-3, tokens=10, seconds=0.5, peak_mib=1.0))

@@ -278,15 +278,6 @@ def test_a_printed_configuration_is_the_one_that_was_printed(
     assert capsys.readouterr().out == text
 
 
-@pytest.mark.slow
-def test_the_loss_on_real_prose_falls(tmp_path: Path, run: Run) -> None:
-    code, _, errors = run("--dataset", "fineweb_edu", "--steps", "25", "--out", str(tmp_path))
-    assert code == 0, errors
-    found = losses(tmp_path)
-    assert found[0] == pytest.approx(5.55, abs=0.2)
-    assert sum(found[-5:]) / 5 < 3.6
-
-
 def test_without_torch_the_program_says_so_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
     done = subprocess.run(

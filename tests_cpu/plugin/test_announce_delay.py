@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pytest_nsa.monitor import announce_delay
-from pytest_nsa.testing import run_example
 
 
 def board(step: int, line: str) -> Any:
@@ -31,43 +30,6 @@ def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> N
         past.moved(0, board(step, ""), board(step + 1, ""), 0.0)
         now += 2.0
     assert past.limit(3.0, "train.py:1 in step") == 10.0
-
-
-JOINS = """
-import threading
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_joins(group):
-    if group.rank == 0:
-        dist.recv(torch.empty(1), src=1)
-        dist.send(torch.ones(1), dst=1)
-        return
-    thread = threading.Thread(target=dist.recv, args=(torch.empty(1),), kwargs={"src": 0})
-    thread.start()
-    thread.join(timeout=5)
-    dist.send(torch.ones(1), dst=0)
-    thread.join()
-"""
-
-CHILD = """
-import subprocess
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_joins(group):
-    if group.rank == 1:
-        with pytest.raises(subprocess.TimeoutExpired):
-            subprocess.run(["sleep", "60"], timeout=5)
-    dist.barrier()
-"""
-
-
-@pytest.mark.parametrize("source", [JOINS, CHILD], ids=["a thread", "a child process"])
-def test_a_wait_with_a_time_limit_is_announced_late(pytester: pytest.Pytester, source: str) -> None:
-    result = run_example(pytester, source, "--ranks-keep", "all")
-    assert result.outcomes == {"passed": 1}
-    assert not (result.folder("test_joins") / "suspicions.jsonl").exists(), result.stdout
 
 
 IMPORTS = """

@@ -1,4 +1,4 @@
-"""Other people's kinds of tests on ranks: unittest.TestCase, torch's own bases and skips, groups that a test makes itself."""
+"""Other people's kinds of tests on ranks: unittest.TestCase, groups that a test makes itself."""
 
 from __future__ import annotations
 
@@ -137,37 +137,3 @@ def test_a_test_that_another_plugin_would_run_in_one_process_is_an_error(pyteste
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1, "errors": 1}
     assert "test_on_ranks: would not run on ranks: another plugin runs it (Coroutine)" in result.stdout
-
-
-TORCHS = """
-from torch.testing._internal.common_distributed import MultiProcessTestCase, skip_if_lt_x_gpu, skip_if_no_gpu
-
-@world_size(2, group=None)
-class TestTheirs(OnRanks, MultiProcessTestCase):
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def test_meets_by_a_file(self):
-        store = dist.FileStore(self.file_name, self.world_size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
-        value = torch.tensor([self.rank])
-        dist.all_reduce(value)
-        self.assertEqual(value.item(), 1)
-
-    @skip_if_lt_x_gpu(8)
-    def test_on_8_gpus(self): raise ValueError
-
-    def test_fails(self):
-        self.assertEqual(self.rank, 0)
-"""
-
-
-@pytest.mark.slow
-def test_torch_s_own_cases_and_skips(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("expecttest", reason="torch's own test utilities import it")
-    result = run_example(pytester, TORCHS, "-rs", "--junitxml=junit.xml")
-    assert result.outcomes == {"passed": 1, "failed": 1, "skipped": 1}
-    assert "Need at least 8 CUDA devices" in result.stdout
-    (failed,) = [v for v in result.verdicts.values() if v.failed]
-    assert (failed.cause, failed.ranks) == ("assertion", (1,))

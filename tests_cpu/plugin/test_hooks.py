@@ -193,3 +193,14 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
     assert (verdict.cause, verdict.ranks) == ("rank_exception", (1,))
     assert "RANK: the plugin numbers the ranks; remove it" in verdict.reason
     assert "pytest_nsa_artifact_name failed: LookupError: no name" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_limit_does_not_count_the_start(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("import time\ndef pytest_nsa_environment(config, rank, world_size): time.sleep(4.5)")
+    source = """
+    @world_size(2)
+    @pytest.mark.timeout(8)
+    def test_after_a_slow_start(group): time.sleep(4.5)
+    """
+    assert run_example(pytester, source).outcomes == {"passed": 1}

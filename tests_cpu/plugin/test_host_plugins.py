@@ -1,7 +1,4 @@
-"""Plugins that act on outcomes run on the host only, in every launch mode; fixtures of theirs work in ranks.
-
-More than 400 lines, most of them the text of plugins that the tests write.
-"""
+"""Plugins that act on outcomes run on the host only, in every launch mode; fixtures of theirs work in ranks."""
 
 from __future__ import annotations
 

@@ -90,12 +90,6 @@ def test_it(group, n):
     assert not one_gpu.exists()
 
 
-def test_more_memory_than_a_gpu_has_is_a_reason_to_skip(pytester: pytest.Pytester, one_gpu: Path) -> None:
-    result = run_example(pytester, "@gpu(memory='17GiB')\n@world_size(1)\ndef test_it(group): pass", "-rs")
-    assert result.outcomes == {"skipped": 1}
-    assert "needs 17GiB on a GPU, and the smallest here has 16 GiB" in result.stdout
-
-
 def test_parts_that_ranks_of_a_dead_host_hold_stay_theirs(tmp_path: Path) -> None:
     broker = Broker(folder=tmp_path, kind="gpu", names="0")
     lease = broker.lease(1, share=False, holder="host", report=print, parts=3, of=4)
@@ -113,10 +107,19 @@ def test_parts_that_ranks_of_a_dead_host_hold_stay_theirs(tmp_path: Path) -> Non
     whole.release()
 
 
-def test_too_many_gpus_are_a_reason_to_skip(pytester: pytest.Pytester, lease_folder: Path) -> None:
-    result = run_example(pytester, "@gpu(count=5)\n@world_size(1)\ndef test_it(group): pass", "-rs")
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        ("count=5", "needs 5 GPUs, and this machine shows 4"),
+        ("memory='17GiB'", "needs 17GiB on a GPU, and the smallest here has 16 GiB"),
+    ],
+)
+def test_more_than_the_machine_has_is_a_reason_to_skip(
+    pytester: pytest.Pytester, lease_folder: Path, needs: str, reason: str
+) -> None:
+    result = run_example(pytester, f"@gpu({needs})\n@world_size(1)\ndef test_it(group): pass", "-rs")
     assert result.outcomes == {"skipped": 1}
-    assert "needs 5 GPUs, and this machine shows 4" in result.stdout
+    assert reason in result.stdout
 
 
 HOLDER = """

@@ -17,5 +17,8 @@ NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - OTHERS)
     "name", [pytest.param(n, marks=pytest.mark.slow if read_program(n).is_slow else ()) for n in NAMES]
 )
 def test_verdicts(tmp_path: Path, name: str) -> None:
-    found = differences(name, run_program(name, tmp_path))
+    result = run_program(name, tmp_path)
+    if set(result.outcomes) == {"skipped"}:
+        pytest.skip("this torch does not have what they use")
+    found = differences(name, result)
     assert not found, "\n".join(found)

@@ -141,28 +141,6 @@ class TestShared:
     assert [found.count(ranks) for ranks in dict.fromkeys(found)] == [50, 5], "ranks go once they have had 50 groups"
 
 
-def test_a_stalled_test_throws_shared_ranks_away(pytester: pytest.Pytester) -> None:
-    source = """
-pytestmark = reuse
-
-@world_size(2)
-def test_before(group): dist.barrier()
-
-@world_size(2)
-@pytest.mark.timeout(20)
-def test_stalls(group):
-    if group.rank == 0:
-        dist.all_reduce(torch.ones(1))
-
-@world_size(2)
-def test_after(group): dist.barrier()
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 2, "failed": 1}
-    stalled = result.verdicts["test_stalls"]
-    assert (stalled.cause, stalled.ranks) == ("extra_collective", (0,))
-
-
 def test_the_store_keeps_torch_s_promises(pytester: pytest.Pytester) -> None:
     source = """
 from datetime import timedelta

@@ -89,28 +89,11 @@ def test_more_in_the_middle(group):  # -> extra_collective 2 here
 
 
 @world_size(4)
-def test_more_in_each_round(group):  # -> extra_collective 0 here
-    for _ in range(3):
-        reduce()
-        if group.rank == 0:
-            reduce()  # HERE
-        reduce()
-
-
-@world_size(4)
 def test_less_at_first(group):  # -> skipped_collective 3 here
     if group.rank != 3:
         reduce()  # HERE
     for _ in range(4):
         reduce()
-
-
-@world_size(2)
-def test_fewer_batches(ddp, group):  # -> skipped_collective 0
-    model = ddp.wrap(torch.nn.Linear(4, 4))
-    for _ in range(3 if group.rank == 0 else 4):
-        model(torch.ones(2, 4)).sum().backward()
-    dist.all_gather_object([None, None], group.rank)
 
 
 @world_size(2)

@@ -136,15 +136,6 @@ def test_groups_in_opposite_order(group):  # -> HANG group_order_deadlock 0,1
         dist.all_reduce(torch.ones(1), group=g)
 
 
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_loop_without_steps(group):  # -> HANG skipped_collective 1
-    for i in range(4):
-        dist.all_reduce(torch.ones(1))
-        if not (group.rank == 1 and i == 1):
-            dist.broadcast(torch.ones(2), src=0)
-
-
 @pytest.fixture
 def closing_barrier(group):
     yield

@@ -1,6 +1,8 @@
-"""Ranks that wait for one that comes late, or for a time limit that the test expects: no such test is ended."""
+"""Ranks that wait for one that comes late, or for a time limit that the test expects: no such test is ended or announced."""
 
 # options: -o timeout=30
+import subprocess
+import threading
 import time
 from datetime import timedelta
 
@@ -65,3 +67,24 @@ def test_functional_by_name_and_not(group):  # -> passes
         dist.all_reduce(torch.ones(2))
     else:
         functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name))
+
+
+@world_size(2)
+def test_joins_a_thread_for_a_time(group):  # -> passes
+    if group.rank == 0:
+        dist.recv(torch.empty(1), src=1)
+        dist.send(torch.ones(1), dst=1)
+        return
+    thread = threading.Thread(target=dist.recv, args=(torch.empty(1),), kwargs={"src": 0})
+    thread.start()
+    thread.join(timeout=5)
+    dist.send(torch.ones(1), dst=0)
+    thread.join()
+
+
+@world_size(2)
+def test_waits_for_a_child_for_a_time(group):  # -> passes
+    if group.rank == 1:
+        with pytest.raises(subprocess.TimeoutExpired):
+            subprocess.run(["sleep", "60"], timeout=5)
+    dist.barrier()
