@@ -17,10 +17,10 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "trace_kinds(*kinds)",
         "hash_seeds(*seeds)", "scenario(name, reads_as='')",
         "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "cores(n)", "rank_env(**variables)",
-        "fails_as(cause)",
+        "fails_as(cause)", "rerun(wanted)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 15
+    assert len(RULES) == 16
 
 
 @pytest.mark.parametrize(

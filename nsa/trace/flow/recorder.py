@@ -195,7 +195,7 @@ class FlowRecorder:
         """
         lines = frame.code.lines
         due, reads, returned = frame.due, lines.reads.get(line), lines.returns.get(line)
-        names = of.f_locals if due or reads or returned or frame.unwritten else {}  # made anew at each access
+        names = of.f_locals if due or reads or returned or frame.unwritten else {}  # a new dict at each access
         if due or frame.unwritten:
             self.write(SET, frame, (*due, *frame.unwritten), names, of.f_globals, is_plain=True)
         log = self.log

@@ -46,7 +46,7 @@ def test_an_event(group):  # -> child_process 1: 2 that it started have failed (
 
 
 @world_size(2)
-def test_a_command(group):  # -> child_process 1: waits for a child process that computes
+def test_a_command(group):  # -> child_process 1: waits for a child process
     if group.rank == 1:
         subprocess.run([sys.executable, "-c", "while True: pass"], check=True)
     dist.barrier()
