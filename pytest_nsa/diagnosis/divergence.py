@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict, describe_ranks
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
+from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
 from pytest_nsa.flow.first import FirstDivergence, find_first, find_other_values
 from pytest_nsa.flow.read import FILE, read_flow
 from pytest_nsa.flow.reasons import LEFT
@@ -30,8 +31,14 @@ def find_divergence(evidence: Evidence, odd: Sequence[int] = ()) -> FirstDiverge
             flows, evidence.members, [rank for rank in odd if rank in {flow.rank for flow in flows}]
         )
     else:
-        by_keys = any(rank.waits_for_a_key for rank in evidence.ranks if not rank.finished)
-        found = find_first(flows, evidence.members, [] if by_keys else _stuck(evidence), by_keys=by_keys)
+        waiting = [rank for rank in evidence.ranks if not rank.finished]
+        kinds = COLLECTIVES | (KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset())
+        if any(
+            rank.board is not None and rank.board.blocked is not None and rank.board.blocked.peer >= 0
+            for rank in waiting
+        ):
+            kinds |= MESSAGES
+        found = find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
     return found and found.below(evidence.job.root)
 
 

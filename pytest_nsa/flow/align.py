@@ -22,6 +22,7 @@ from pytest_nsa.flow.source import END, Source, Statement, read_source
 
 Members = Callable[[str], Sequence[int]]
 Key = tuple[object, ...]
+COLLECTIVES, MESSAGES, KEYS = frozenset({"collective"}), frozenset({"send", "receive"}), frozenset({"set", "wait"})
 DEEPEST = 400  # frames, one in the other
 _NUMBERS = re.compile(r"\d+")
 _SCALAR = re.compile(r"-?[\d.]|['\"]|(?:True|False|None|inf|nan)$")
@@ -62,14 +63,15 @@ class Parting:
 class Pair:
     """Two ranks that are compared. ``members`` returns the ranks of a group by its name.
 
-    With ``by_keys`` the keys of stores count as calls: setting one and waiting for one, of names that differ in numbers alone. With
-    ``notes_all``, ``noted`` has each difference that changed no call: of control flow, and of values that a statement sets.
+    ``kinds`` are those of the calls that must match: `COLLECTIVES`, where a rank waits for a message also `MESSAGES`, and for a key
+    of a store also `KEYS` (setting one and waiting for one, of names that differ in numbers alone). With ``notes_all``, ``noted``
+    has each difference that changed no call: of control flow, and of values that a statement sets.
     """
 
     one: Flow
     other: Flow
     members: Members
-    by_keys: bool = False
+    kinds: frozenset[str] = COLLECTIVES
     notes_all: bool = False
     noted: list[Parting] = field(default_factory=list)
 
@@ -89,9 +91,11 @@ class Pair:
     def key_of(self, flow: Flow, call: Call) -> Key | None:
         """Return what must be equal of a call; None of one that does not concern the other rank."""
         other = self.other.rank if flow is self.one else self.one.rank
-        if call.kind in ("set", "wait"):
-            return ("key", _NUMBERS.sub("#", call.key)) if self.by_keys else None
-        if call.kind in ("send", "receive"):
+        if call.kind not in self.kinds:
+            return None
+        if call.kind in KEYS:
+            return ("key", _NUMBERS.sub("#", call.key))
+        if call.kind in MESSAGES:
             return ("message", call.note) if call.peer == other else None
         group = self.members(call.group)
         if group and not {self.one.rank, self.other.rank} <= set(group):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pytest_nsa.flow.align import Pair, Parting
+from pytest_nsa.flow.align import COLLECTIVES, Pair, Parting
 from pytest_nsa.flow.read import Flow, Frame
 from pytest_nsa.flow.reasons import Step, differing, is_library, place, side, trace_back
 from pytest_nsa.flow.source import read_source
@@ -72,17 +72,17 @@ class FirstDivergence:
 
 
 def find_first(
-    flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence[int]] = (), *, by_keys: bool = False
+    flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence[int]] = (), kinds: frozenset[str] = COLLECTIVES
 ) -> FirstDivergence | None:
     """Return where the ranks of ``flows`` parted first; None where no two of them did, or where it cannot be seen.
 
     ``members`` returns the ranks of a group by its name; ``stuck`` are the ranks of each call that cannot complete. Without any,
-    all ranks are compared. With ``by_keys`` the keys of stores count as calls.
+    all ranks are compared. ``kinds`` are those of the calls that must match.
     """
     by_rank = {flow.rank: flow for flow in with_equal_begins(flows)}
     found: list[tuple[Parting, Pair]] = []
     for one, other in list(_pairs(sorted(by_rank), list(stuck)))[:MOST_PAIRS]:
-        pair = Pair(by_rank[one], by_rank[other], members, by_keys=by_keys)
+        pair = Pair(by_rank[one], by_rank[other], members, kinds)
         parting = pair.part()
         if parting is not None:
             found.append((parting, pair))

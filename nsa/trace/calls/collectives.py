@@ -8,6 +8,7 @@ The board's ``blocked_in`` is the index + 1 of the collective that the main thre
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections import defaultdict
@@ -52,6 +53,7 @@ _SPLIT = ("alltoall_base", "all_to_all_single")
 _OUTPUT_FIRST = ("alltoall", "all_to_all", "gather_single", "gather_into_tensor")  # ranks may take unequal amounts
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 _UNEVEN = ("gather", "scatter", "alltoall")
+_OWN_RANK = re.compile(r"\brank \d+ (?=of )")  # in the note of a new group
 
 
 class CollectiveRecorder:
@@ -365,7 +367,7 @@ def matched_facts(
     """Return what must match of a call on the ranks of its group: as a JSON object."""
     uneven = op in _SPLIT or op in _UNEVEN
     size = "" if uneven or not count else f" x {count}"  # ranks may give different numbers of elements
-    what = note if op == NEW_GROUP else f"{dtype}{size}{f', {reduction}' if reduction else ''}"
+    what = _OWN_RANK.sub("", note) if op == NEW_GROUP else f"{dtype}{size}{f', {reduction}' if reduction else ''}"
     kind = {"send": "send", "recv": "receive", "recv_anysource": "receive"}.get(op, "collective")
     facts = {"kind": kind, "op": op, "group": group, "what": what}
     if kind != "collective":
