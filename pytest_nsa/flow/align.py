@@ -141,17 +141,19 @@ class Pair:
             self._note_values(a, i, b, j)
         elif mine == others and not any(is_last):
             return None
-        if (i in a.raised) != (j in b.raised) and mine != others:
+        different = next((k for k, (x, y) in enumerate(zip(mine, others, strict=False)) if x != y), None)
+        raises = (i in a.raised) != (j in b.raised) and mine != others
+        if raises and different is None:
             return self._parting(read_source(a.file), a, i, b, j)
         found = self._callees(a, i, b, j, depth)
         if found is not None or mine == others:
             return found
-        different = next((k for k, (x, y) in enumerate(zip(mine, others, strict=False)) if x != y), None)
         if different is not None:
-            calls = (
-                self._call(self.one, a, i, different), self._call(self.other, b, j, different),
-            )  # fmt: skip
-            return Parting("argument", (a, b), (i, j), calls)
+            calls = self._call(self.one, a, i, different), self._call(self.other, b, j, different)
+            if (calls[0].place, calls[1].place) == ((a.number, i), (b.number, j)):  # else frames below have begun them
+                return Parting("argument", (a, b), (i, j), calls)
+        if raises:
+            return self._parting(read_source(a.file), a, i, b, j)
         begun = [len([c for c in f.calls.get(k, ()) if c.place == (f.number, k)]) for f, k in ((a, i), (b, j))]
         return Parting("callee", (a, b), (i, j)) if begun[0] != begun[1] and not any(is_last) else None
 
