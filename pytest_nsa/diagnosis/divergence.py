@@ -13,8 +13,9 @@ from pytest_nsa.flow.read import FILE, read_flow
 from pytest_nsa.flow.reasons import LEFT
 
 SECOND_RUN = "second_run"  # the kind of the fact that states what a second run showed
-# The rules that choose an explanation by weights, where ranks are in different calls.
-BY_WEIGHTS = ("calls.", "absence.", "messages.", "keys.", "groups.", "hooks.")
+# The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
+# who sends or sets it, part by right.
+BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
 
 
 def find_divergence(evidence: Evidence, odd: Sequence[int] = ()) -> FirstDivergence | None:
