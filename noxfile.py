@@ -66,6 +66,14 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
         )
 
 
+@nox.session(python=PYTHONS)
+def flow(session: nox.Session) -> None:
+    """Record and align control flow, which needs no torch: from Python 3.12 on by sys.monitoring."""
+    session.install("pytest", "pytest-timeout")
+    alone = ("--noconftest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider")
+    session.run("python", "-m", "pytest", "tests_cpu/flow", "-q", *alone, env={"PYTHONPATH": "."})
+
+
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Run ranked tests with plugins that are not in the extra 'test', one at a time: docs/plugins.md."""

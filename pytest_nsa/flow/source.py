@@ -107,18 +107,6 @@ class Source:
             inner = parent
         return False
 
-    def deciding(self, line: int) -> list[ast.AST]:
-        """Return the ifs, loops, matches and handlers of the same function around a line, innermost first."""
-        found: list[ast.AST] = []
-        node = self._at.get(line)
-        while node is not None and node in self._parent:
-            node, _ = self._parent[node]
-            if isinstance(node, _FUNCTIONS):
-                break
-            if isinstance(node, (ast.If, *_LOOPS, ast.Match, ast.ExceptHandler)):
-                found.append(node)
-        return found
-
 
 def _without_comment(line: str) -> str:
     """Return a line without the comment at its end."""
