@@ -71,7 +71,8 @@ class FlowRecorder:
     """Records into ``path``. `call` writes the calls that ranks must match; who begins them calls it, in their thread."""
 
     def __init__(self, path: Path, size: int = SIZE) -> None:
-        self._codes: dict[CodeType, Code | None] = {}
+        self._codes: dict[int, Code | None] = {}  # by id: the hash of a code object is computed each time
+        self._kept: list[CodeType] = []  # so that no other has its id
         self._known: list[Code] = []
         self._threads: list[_Thread | Any] = []
         self._all_open: dict[int, Open] = {}
@@ -146,14 +147,15 @@ class FlowRecorder:
 
     def code_of(self, code: CodeType) -> Code | None:
         """Return what is known of a code object; None where it is not the program's."""
-        known = self._codes.get(code, self)
+        known = self._codes.get(id(code), self)
         if known is self:
             known = None
             if is_program_file(code.co_filename):
                 known = Code(code, len(self._known) + 1, lines_of(code.co_filename))
                 self._known.append(known)
                 self._write_code(known)
-            self._codes[code] = known
+            self._codes[id(code)] = known
+            self._kept.append(code)
         return known  # type: ignore[return-value]
 
     def is_wanted(self, code: Code) -> bool:
@@ -295,7 +297,7 @@ class _Settrace:
         unknown = object()
 
         def trace(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-            return None if codes.get(frame.f_code, unknown) is None else begin(frame)
+            return None if codes.get(id(frame.f_code), unknown) is None else begin(frame)
 
         return trace
 
