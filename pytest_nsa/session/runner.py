@@ -244,7 +244,7 @@ class RankRunner:
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
             run=job.timeout - min(RESERVE_S, 0.2 * job.timeout),
-            hang_after=self.settings.hang_after,
+            hang_after=second_run.HANG_AFTER_S if job.flow else self.settings.hang_after,
             after_failure=job.timeout if awaits_all else AFTER_FAILURE_S,
         )
         folder = Path(job.folder)
@@ -278,7 +278,8 @@ class RankRunner:
         if self.attachment is not None:
             self.attachment.run(job, launcher, limits, self._monitors(job))
             return
-        suspicions = Suspicions(Path(job.folder), job, limits, self._announce)
+        announce = _ignore if job.flow else self._announce  # what the first run announced
+        suspicions = Suspicions(Path(job.folder), job, limits, announce)
         RanksRun(job, launcher, limits, self._monitors(job), suspicions, more=self._more_evidence).run()
 
     def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
@@ -324,6 +325,10 @@ class RankRunner:
         return GroupSpec(
             world_size=needs.world_size, backend=needs.backend, device=needs.device, environment=needs.environment
         )
+
+
+def _ignore(text: str) -> None:
+    """No-op."""
 
 
 def _is_expected(item: pytest.Function, verdict: Verdict) -> bool:
