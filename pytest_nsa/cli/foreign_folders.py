@@ -84,9 +84,19 @@ def with_allowed_sources(evidence: Evidence, *, requested: bool, is_own_job: boo
     ours = is_ours(evidence.folder)
     if requested or (is_own_job and ours):
         return with_sources(evidence, keep=ours)
-    if not ours or not _is_made_here(evidence):
-        return evidence
-    return with_sources(evidence, below=Path(evidence.job.root).resolve())
+    below = sources_folder(evidence, requested=False)
+    return evidence if below == NOWHERE else with_sources(evidence, below=below)
+
+
+NOWHERE = Path(os.devnull)  # no file lies below it
+
+
+def sources_folder(evidence: Evidence, *, requested: bool) -> Path | None:
+    """Return the folder below which sources may be read: `NOWHERE` for a folder from elsewhere, None for any."""
+    if requested:
+        return None
+    is_known = is_ours(evidence.folder) and _is_made_here(evidence)
+    return Path(evidence.job.root).resolve() if is_known else NOWHERE
 
 
 def _is_made_here(evidence: Evidence) -> bool:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pytest_nsa.cli.compare import compare
-from pytest_nsa.cli.foreign_folders import to_write_in
+from pytest_nsa.cli.foreign_folders import sources_folder, to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
 from pytest_nsa.cli.watch import folder_of, watch
@@ -164,7 +164,8 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             if not evidence.was_stalled:
                 are_running = True
                 continue
-        verdict = add_divergence(diagnose(evidence), evidence)
+        below = sources_folder(evidence, requested=arguments.sources)
+        verdict = add_divergence(diagnose(evidence), evidence, below=below)
         failed = failed or verdict.failed
         name = str(folder.relative_to(first))
         entries.append(Entry(folder=name, verdict=verdict))

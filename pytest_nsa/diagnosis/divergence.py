@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict, describe_ranks
+from pytest_nsa.evidence.source import is_below
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
 from pytest_nsa.flow.first import FirstDivergence, find_first, find_other_values
@@ -18,29 +20,38 @@ SECOND_RUN = "second_run"  # the kind of the fact that states what a second run 
 BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
 
 
-def find_divergence(evidence: Evidence, odd: Sequence[int] = ()) -> FirstDivergence | None:
+def find_divergence(
+    evidence: Evidence, odd: Sequence[int] = (), *, below: Path | None = None
+) -> FirstDivergence | None:
     """Return where the ranks of a run parted first; None where they did not, or where it cannot be seen.
 
-    ``odd`` are the ranks with other parameters than the others, where the run ended with all calls made.
+    ``odd`` are the ranks with other parameters than the others, where the run ended with all calls made. Only sources ``below`` a
+    folder are read (None: any).
     """
+    try:
+        found = _find(evidence, odd, below)
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
+        return None  # a log that its recorder did not write so: a folder is untrusted
+    return found and found.below(evidence.job.root)
+
+
+def _find(evidence: Evidence, odd: Sequence[int], below: Path | None) -> FirstDivergence | None:
     read = [read_flow(rank.folder / FILE, rank.rank) for rank in evidence.ranks]
     flows = [flow for flow in read if flow is not None]
     if len(flows) < 2:
         return None
+    for frame in (frame for flow in flows for frame in flow.frames.values() if below is not None):
+        if below is not None and not is_below(frame.file, below):
+            frame.file = ""
     if odd:
-        found = find_other_values(
-            flows, evidence.members, [rank for rank in odd if rank in {flow.rank for flow in flows}]
-        )
-    else:
-        waiting = [rank for rank in evidence.ranks if not rank.finished]
-        kinds = COLLECTIVES | (KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset())
-        if any(
-            rank.board is not None and rank.board.blocked is not None and rank.board.blocked.peer >= 0
-            for rank in waiting
-        ):
-            kinds |= MESSAGES
-        found = find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
-    return found and found.below(evidence.job.root)
+        present = {flow.rank for flow in flows}
+        return find_other_values(flows, evidence.members, [rank for rank in odd if rank in present])
+    waiting = [rank for rank in evidence.ranks if not rank.finished]
+    blocked = [rank.board.blocked for rank in waiting if rank.board is not None]
+    kinds = COLLECTIVES
+    kinds |= KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset()
+    kinds |= MESSAGES if any(call is not None and call.peer >= 0 for call in blocked) else frozenset()
+    return find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
 
 
 def _odd(verdict: Verdict) -> tuple[int, ...]:
@@ -57,9 +68,12 @@ def _stuck(evidence: Evidence) -> list[Sequence[int]]:
     return found
 
 
-def add_divergence(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Return a failed run's verdict with the divergence that its recorded control flow shows, if it was recorded."""
-    found = find_divergence(evidence, _odd(verdict)) if verdict.failed else None
+def add_divergence(verdict: Verdict, evidence: Evidence, *, below: Path | None = None) -> Verdict:
+    """Return a failed run's verdict with the divergence that its recorded control flow shows, if it was recorded.
+
+    Only sources ``below`` a folder are read (None: any).
+    """
+    found = find_divergence(evidence, _odd(verdict), below=below) if verdict.failed else None
     return verdict if found is None else _with_divergence(verdict, found, is_same=True)
 
 

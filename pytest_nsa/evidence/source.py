@@ -121,7 +121,7 @@ def record_sources(
         if not file or found._snippet(file, line) is not None:
             continue
         if file not in trees:
-            trees[file] = _read(file) if below is None or _is_below(file, below) else None
+            trees[file] = _read(file) if below is None or is_below(file, below) else None
         parsed = trees[file]
         snippet = _cut(file, line, *parsed) if parsed is not None else None
         if snippet is not None:
@@ -133,7 +133,8 @@ def record_sources(
     return found
 
 
-def _is_below(file: str, folder: Path) -> bool:
+def is_below(file: str, folder: Path) -> bool:
+    """Return whether a file lies below a folder."""
     try:
         return Path(file).resolve().is_relative_to(folder)
     except (OSError, ValueError):  # a name with a NUL byte, a cycle of links

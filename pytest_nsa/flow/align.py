@@ -23,7 +23,7 @@ from pytest_nsa.flow.source import END, Source, Statement, read_source
 Members = Callable[[str], Sequence[int]]
 Key = tuple[object, ...]
 COLLECTIVES, MESSAGES, KEYS = frozenset({"collective"}), frozenset({"send", "receive"}), frozenset({"set", "wait"})
-DEEPEST = 400  # frames, one in the other
+DEEPEST = 200  # frames, one in the other
 _NUMBERS = re.compile(r"\d+")
 _SCALAR = re.compile(r"-?[\d.]|['\"]|(?:True|False|None|inf|nan)$")
 

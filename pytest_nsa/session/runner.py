@@ -14,6 +14,7 @@ import pytest
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.flow.read import FILE
 from pytest_nsa.monitor.announcements import Suspicions
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.output import LiveOutput, OutputLimit
@@ -190,6 +191,9 @@ class RankRunner:
             changed = compare_runs(verdict, evidence, second, again)
         except (OSError, LaunchError):  # the failure has its verdict already
             return verdict
+        if self.settings.mask_output:  # the log has texts of the program, which are masked by their names alone
+            for rank in second.ranks:
+                (rank.folder / FILE).unlink(missing_ok=True)
         if changed is not verdict:
             self.recorder.replace(evidence.folder, changed)
         return changed
