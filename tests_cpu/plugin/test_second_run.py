@@ -51,7 +51,7 @@ def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pyteste
     page = (result.run / "report.html").read_text()
     assert 'class="excerpt diverged"' in page
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", "--json", str(second_runs(result)[0])], text=True, capture_output=True,
+        [sys.executable, "-m", "pytest_nsa", "diagnose", "--sources", "--json", str(second_runs(result)[0])], text=True, capture_output=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert json.loads(done.stdout)["first_divergence"]["outcomes"] == found["outcomes"]
