@@ -50,10 +50,9 @@ def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pyteste
     assert len(second_runs(result)) == 1
     page = (result.run / "report.html").read_text()
     assert 'class="excerpt diverged"' in page
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", "--sources", "--json", str(second_runs(result)[0])], text=True, capture_output=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    # With --sources, as the home folder is the tests' root here.
+    command = [sys.executable, "-m", "pytest_nsa", "diagnose", "--sources", "--json", str(second_runs(result)[0])]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
     assert json.loads(done.stdout)["first_divergence"]["outcomes"] == found["outcomes"]
 
 
