@@ -143,9 +143,9 @@ class Pair:
             return None
         different = next((k for k, (x, y) in enumerate(zip(mine, others, strict=False)) if x != y), None)
         raises = (i in a.raised) != (j in b.raised) and mine != others
-        if raises and different is None:
-            return self._parting(read_source(a.file), a, i, b, j)
         found = self._callees(a, i, b, j, depth)
+        if raises and different is None and (found is None or (found.kind == "callee" and found.frames[0] is a)):
+            return self._parting(read_source(a.file), a, i, b, j)
         if found is not None or mine == others:
             return found
         if different is not None:
