@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nsa.convert import switch
-from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables
+from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables, settings_of
 
 if TYPE_CHECKING:
     from nsa.config import Config
@@ -71,10 +71,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     from tests_cpu.plan.resume import kill_and_resume
 
     forget_exported()
-    overrides = {
-        "parallel.mode": row.parallel, "train.steps": row.steps, "train.batch_size": 1, "data.dataset": "synthetic",
-        **size.settings, **row.overrides, **({} if size.is_real else row.on_cpu), **mitigations(row),
-    }  # fmt: skip
+    overrides = settings_of(row, size) | mitigations(row)
     changed = faults.settings(
         fault, overrides["parallel.mode"], static_graph=bool(overrides.get("parallel.static_graph"))
     )
