@@ -44,8 +44,9 @@ class Decision:
         return {name: cells for name, cells in found.items() if any(cells.values())}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that decision.json holds."""
-        return {"schema": SCHEMA, **asdict(self)}
+        """Return the object that decision.json holds; without ``factors`` where a plan has none."""
+        found = asdict(self)
+        return {"schema": SCHEMA, **{name: value for name, value in found.items() if value or name != "factors"}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decision:

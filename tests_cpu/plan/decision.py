@@ -197,6 +197,11 @@ def _find_way(run: Run, fault: Fault) -> Way:
     """Return the way of a fault: by what a check found, by the factors that it needs, else by what its rows share."""
     (name, first), why = _telling(run, fault.failed), fault.why
     advice, step = advice_of(fault.failed, name, first)
+    if why.twins:
+        pair = " and ".join(f"{n} ({run.verdicts[n].outcome})" for n in why.twins[0])
+        action = "contradictory: repeat the run; equal rows fail and pass by turns, so nothing follows from what passes"
+        more = f"; where it fails: {advice}" if fault.is_own else ""
+        return Way([f"{TWICE[0]} no: {pair}"], TWICE[1], action + more, CONTRADICTORY)
     if fault.is_own:
         only = [c[0].name for c in run.wide(why.needed) if len(c) == 1 and c[0].action and why.pairs[c[0]]]
         action = advice + (f"; it needs {' and '.join(only)}" if only else "")
@@ -206,10 +211,6 @@ def _find_way(run: Run, fault: Fault) -> Way:
         if found:
             action = LOOK if exit_ > 1 else "take the write out of the checkpointed region"
             return Way([f"{FOUND[0]} yes: {row}: {found}"], FOUND[exit_], f"{action}: {found}")
-    if why.twins:
-        pair = " and ".join(f"{n} ({run.verdicts[n].outcome})" for n in why.twins[0])
-        action = "contradictory: repeat the run; equal rows fail and pass by turns, so nothing follows from what passes"
-        return Way([f"{TWICE[0]} no: {pair}"], TWICE[1], action, CONTRADICTORY)
     if fault.cause == "assertion":
         advice = f"mend what {name} found: {first.reason}" + (f" ({first.where})" if first.where else "")
     # Of the factors that it needs those that are decided and have an action come first; without any, those that it may need.

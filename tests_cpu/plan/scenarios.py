@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from nsa.config import SAFE_ENVIRONMENT
-from pytest_nsa import check_divergence, fails_as, gpu, rank_env, scenario, world_size
+from pytest_nsa import branch, check_divergence, fails_as, gc_range, gpu, rank_env, scenario, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+LAYERS = 12  # of both configurations
 PRODUCTION = "m7c_125m_2xa100_production.yaml"
 
 
@@ -350,6 +351,11 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
         marks.append(fails_as(row.fails_as))
     if "parallel.backend" in row.overrides:
         marks.append(pytest.mark.backend(row.overrides["parallel.backend"]))
+    facts = settings_of(row, size)
+    if "model.force_branch" in facts:
+        marks.append(branch(facts["model.force_branch"]))
+    if facts.get("train.gradient_checkpointing", True) and row.uses == 1:
+        marks.append(gc_range(facts.get("train.gc_range", f"0:{facts.get('model.n_layers', LAYERS)}")))
     if row.environment:
         marks.append(rank_env(**row.environment))
     if size.on_gpu:

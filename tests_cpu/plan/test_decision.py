@@ -193,6 +193,8 @@ def test_two_faults_are_two_decisions_the_larger_first() -> None:
     assert decision.action.startswith("fix the backward of branch sel")
     others = [step for step in decision.path if step.startswith("is there another fault?")]
     assert [("branch_cmp_only" in step, "gc_boundaries" in step) for step in others] == [(False, True), (True, False)]
+    flaky = decide(plan(named("ddp_onestep_trace"), cause="rank_exception", ranks=(1,)))
+    assert flaky.action.startswith("contradictory: repeat the run")
     killed = decide(plan(is_ddp, cause="rank_died", outcome="CRASH", ranks=(1,), advice="look for who sent the signal"))
     assert killed.action.startswith("look for who sent the signal")
     assert killed.taken == "yes: do as its cause advises"
