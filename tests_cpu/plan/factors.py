@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from nsa.config import SAFE, load_config
 from tests_cpu.plan.scenarios import CPU, GPU, ROOT, TABLE, settings_of
@@ -19,8 +19,7 @@ FOLLOWS = {"parallel.safe", "parallel.backend", "train.lr", "train.min_lr", "env
 SHOWS_MORE = ("_DEBUG", "_STACKTRACES")  # variables that change output alone
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Factor:
+class Factor(NamedTuple):
     """A property that a row has or lacks. ``fields`` are what ``has`` reads: a row that differs in these alone is its control.
 
     ``exit`` is what a fault that needs it leads to in the drawn tree, ``action`` what is then to do: {where} is the place, {stage}
@@ -31,9 +30,17 @@ class Factor:
     name: str
     fields: tuple[str, ...]
     has: Callable[[Facts], bool]
-    exit: str = ""
+    exit: str
     action: str = ""
     is_general: bool = True
+
+
+class Question(NamedTuple):
+    """A question of the seeds' tree, the hypothesis behind it, and the factors that answer it."""
+
+    text: str
+    hypothesis: str
+    factors: tuple[Factor, ...]
 
 
 @functools.cache
@@ -69,34 +76,27 @@ def _checkpointed(f: Facts) -> range:
 
 def _half(first: int, last: int) -> tuple[Factor, Factor]:
     """Return what recomputes some of these layers, and what recomputes them and no others."""
-    layers = set(range(first, last))
-    name, exit_ = f"checkpointing of layers {first} to {last - 1}", "yes: gradient checkpointing, of these layers"
-    some, alone = (
-        f"{LOOK}, layers {first} to {last - 1}: {FORMS}",
-        f"{LOOK} of layers {first} to {last - 1} alone: {FORMS}",
-    )
+    layers, those = set(range(first, last)), f"layers {first} to {last - 1}"
+    name, exit_ = f"checkpointing of {those}", "yes: gradient checkpointing, of these layers"
     return (
-        Factor(name=name, fields=CHECKPOINTING, has=lambda f: bool(layers & set(_checkpointed(f))), exit=exit_, action=some),
-        Factor(name=f"{name} alone", fields=CHECKPOINTING, has=lambda f: set(_checkpointed(f)) == layers, exit=exit_, action=alone),
-    )  # fmt: skip
+        Factor(name, GC, lambda f: bool(layers & set(_checkpointed(f))), exit_, f"{LOOK}, {those}: {FORMS}"),
+        Factor(
+            f"{name} alone", GC, lambda f: set(_checkpointed(f)) == layers, exit_, f"{LOOK} of {those} alone: {FORMS}"
+        ),
+    )
 
 
 def _branch(name: str) -> Factor:
+    def has(f: Facts) -> bool:
+        return _is_nsa(f) and f["model.force_branch"] in (None, name)
+
     return Factor(
-        name=f"branch {name}", fields=("model.force_branch", "model.attention"),
-        has=lambda f: _is_nsa(f) and f["model.force_branch"] in (None, name), exit="yes: fix that branch",
-        action=f"fix the {{stage}} of branch {name}{{where}}", is_general=False,
-    )  # fmt: skip
+        f"branch {name}", GATES[:2], has, "yes: fix that branch", f"fix the {{stage}} of branch {name}{{where}}", False
+    )
 
 
 def _mode(name: str, word: str, action: str) -> Factor:
-    return Factor(
-        name=word,
-        fields=("parallel.mode",),
-        has=lambda f: f["parallel.mode"] == name,
-        exit=f"yes: {word}",
-        action=action,
-    )
+    return Factor(word, MODE, lambda f: bool(f["parallel.mode"] == name), f"yes: {word}", action)
 
 
 def _is_nsa(f: Facts) -> bool:
@@ -111,112 +111,72 @@ def _has_ranks(f: Facts) -> bool:
     return bool(f["parallel.mode"] != "none")
 
 
-CHECKPOINTING = ("train.gradient_checkpointing", "train.gc_range", "model.n_layers", "uses")
+MODE = ("parallel.mode",)
+GC = ("train.gradient_checkpointing", "train.gc_range", "model.n_layers", "uses")
+REENTRANT = ("train.gc_reentrant",)
 GATES = ("model.force_branch", "model.attention", "model.stop_gate_gradient")
 FORMS = "reentrant or not, boundaries, in-place writes in a checkpointed region{where}"
 WHAT_CHANGES = "look at what {name} changes{where}: rows without it pass"
 LOOK = "look at gradient checkpointing"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question of the seeds' tree: the factors that answer it, and the hypothesis behind it."""
-
-    text: str
-    hypothesis: str
-    factors: tuple[Factor, ...]
-
-
 # In the order in which the seeds ask; of the factors that a fault needs the first names the action.
 QUESTIONS = (
-    Question(
-        text="does it need gradient checkpointing?", hypothesis="checkpointing and the custom backward do not go together",
-        factors=(
-            Factor(name="checkpointing", fields=CHECKPOINTING, has=lambda f: bool(_checkpointed(f)),
-                   exit="yes: gradient checkpointing", action=f"{LOOK}: {FORMS}"),
-            *_half(0, 6), *_half(6, 12),
-            Factor(name="checkpointing of all layers at once", fields=CHECKPOINTING, exit="yes: gradient checkpointing",
-                   has=lambda f: len(_checkpointed(f)) == f["model.n_layers"], action=f"{LOOK} of all layers at once: {FORMS}"),
-            Factor(name="non-reentrant checkpointing", fields=("train.gc_reentrant",), has=lambda f: not f["train.gc_reentrant"],
-                   exit="yes: its other form", action=f"{LOOK}: its reentrant form passes{{where}}"),
-            Factor(name="reentrant checkpointing", fields=("train.gc_reentrant",), has=lambda f: bool(f["train.gc_reentrant"]),
-                   exit="yes: its reentrant form", action=f"{LOOK}: set train.gc_reentrant: false{{where}}"),
-        ),
-    ),
-    Question(
-        text="does a static graph pass where plain DDP fails?", hypothesis="the graph changes from step to step",
-        factors=(
-            Factor(name="plain DDP", fields=("parallel.mode", "parallel.static_graph"),
-                   has=lambda f: _is_ddp(f) and not f["parallel.static_graph"], exit="yes: enable static_graph in production",
-                   action="enable static_graph in production (NSA_DDP_STATIC_GRAPH=1); it requires that every step touches "
-                   "every parameter"),
-        ),
-    ),
-    Question(
-        text="does one branch alone fail?", hypothesis="one branch's own backward does not signal its gradients",
-        factors=tuple(_branch(name) for name in ("cmp", "sel", "win")),
-    ),
-    Question(
-        text="do all branches together fail, where each alone passes?", hypothesis="the branches depend on each other",
-        factors=(
-            Factor(name="the gates' gradient", fields=GATES, exit="yes: the gates",
-                   has=lambda f: _is_nsa(f) and not f["model.force_branch"] and not f["model.stop_gate_gradient"],
-                   action="look at the gates: each branch alone passes, all together fail{where}"),
-            Factor(name="all branches at once", fields=GATES[:2], has=lambda f: _is_nsa(f) and not f["model.force_branch"],
-                   exit="yes: what needs all of them",
-                   action="look at what needs all branches at once (the gates, their sum, the fused operator): each alone passes"
-                   "{where}"),
-        ),
-    ),
-    Question(
-        text="does plain attention pass?", hypothesis="NSA's own attention fails",
-        factors=(
-            Factor(name="NSA", fields=("model.attention",), has=_is_nsa, exit="yes: NSA's own attention",
-                   action="look at NSA's own {stage}{where}: the same model with plain attention passes"),
-            Factor(name="plain attention", fields=("model.attention",), has=lambda f: not _is_nsa(f), exit="it alone fails",
-                   action="look at plain attention, the control itself{where}: NSA passes"),
-        ),
-    ),
-    Question(
-        text="does it pass with torch's math kernels?", hypothesis="a fused kernel fails",
-        factors=(
-            Factor(name="fused kernels", fields=("model.backend",), has=lambda f: f["model.backend"] != "math",
-                   exit="yes: the kernels", action="look at the fused kernels{where}; until then set model.backend: math"),
-        ),
-    ),
-    Question(
-        text="does gloo pass where NCCL fails?", hypothesis="NCCL's transport stalls",
-        factors=(
-            Factor(name="NCCL", fields=(BACKEND,), has=lambda f: _has_ranks(f) and f[BACKEND] == "nccl",
-                   exit="yes: NCCL's transport", action="look at NCCL's transport: the same step passes on gloo"),
-            Factor(name="NCCL between GPUs (P2P)", fields=(BACKEND, "env.NCCL_P2P_DISABLE"), exit="yes, without P2P: the link",
-                   has=lambda f: _has_ranks(f) and f[BACKEND] == "nccl" and not f["env.NCCL_P2P_DISABLE"],
-                   action="look at the link between the GPUs: the same step passes with NCCL_P2P_DISABLE=1"),
-        ),
-    ),
-    Question(
-        text="does it pass where DDP looks for unused parameters?", hypothesis="DDP waits for parameters that a step leaves unused",
-        factors=(
-            Factor(name="no search for unused parameters", fields=("parallel.find_unused_parameters",), exit="yes: find them",
-                   has=lambda f: not f["parallel.find_unused_parameters"],
-                   action="find the parameter that a step leaves unused; until then set parallel.find_unused_parameters: true"),
-        ),
-    ),
-    Question(
-        text="do ranks that share gradients otherwise pass?", hypothesis="DDP's reducer loses gradients",
-        factors=(
-            _mode("ddp", "DDP", "in production move to FSDP (--parallel fsdp), which passes: DDP's reducer is at fault{where}"),
-            _mode("fsdp", "FSDP", "look at FSDP{where}: DDP passes"),
-            _mode("average", "averaging by hand", "look at the averaging by hand{where}: DDP passes"),
-        ),
-    ),
-    Question(
-        text="does one process pass?", hypothesis="ranks wait for each other",
-        factors=(
-            Factor(name="several ranks", fields=("parallel.mode",), has=_has_ranks, exit="yes: what ranks do together"),
-            _mode("none", "one process", "look at what one process does and ranks do not{where}"),
-        ),
-    ),
+    Question("does it need gradient checkpointing?", "checkpointing and the custom backward do not go together", (
+        Factor("checkpointing", GC, lambda f: bool(_checkpointed(f)), "yes: gradient checkpointing", f"{LOOK}: {FORMS}"),
+        *_half(0, 6), *_half(6, 12),
+        Factor("checkpointing of all layers at once", GC, lambda f: len(_checkpointed(f)) == f["model.n_layers"],
+               "yes: gradient checkpointing", f"{LOOK} of all layers at once: {FORMS}"),
+        Factor("non-reentrant checkpointing", REENTRANT, lambda f: not f["train.gc_reentrant"],
+               "yes: its other form", f"{LOOK}: its reentrant form passes{{where}}"),
+        Factor("reentrant checkpointing", REENTRANT, lambda f: bool(f["train.gc_reentrant"]),
+               "yes: its reentrant form", f"{LOOK}: set train.gc_reentrant: false{{where}}"),
+    )),
+    Question("does a static graph pass where plain DDP fails?", "the graph changes from step to step", (
+        Factor("plain DDP", ("parallel.mode", "parallel.static_graph"), lambda f: _is_ddp(f) and not f["parallel.static_graph"],
+               "yes: enable static_graph in production",
+               "enable static_graph in production (NSA_DDP_STATIC_GRAPH=1); it requires that every step touches every parameter"),
+    )),
+    Question("does one branch alone fail?", "one branch's own backward does not signal its gradients",
+             tuple(_branch(name) for name in ("cmp", "sel", "win"))),
+    Question("do all branches together fail, where each alone passes?", "the branches depend on each other", (
+        Factor("the gates' gradient", GATES,
+               lambda f: _is_nsa(f) and not f["model.force_branch"] and not f["model.stop_gate_gradient"],
+               "yes: the gates", "look at the gates: each branch alone passes, all together fail{where}"),
+        Factor("all branches at once", GATES[:2], lambda f: _is_nsa(f) and not f["model.force_branch"],
+               "yes: what needs all of them",
+               "look at what needs all branches at once (the gates, their sum, the fused operator): each alone passes{where}"),
+    )),
+    Question("does plain attention pass?", "NSA's own attention fails", (
+        Factor("NSA", GATES[1:2], _is_nsa, "yes: NSA's own attention",
+               "look at NSA's own {stage}{where}: the same model with plain attention passes"),
+        Factor("plain attention", GATES[1:2], lambda f: not _is_nsa(f), "it alone fails",
+               "look at plain attention, the control itself{where}: NSA passes"),
+    )),
+    Question("does it pass with torch's math kernels?", "a fused kernel fails", (
+        Factor("fused kernels", ("model.backend",), lambda f: bool(f["model.backend"] != "math"), "yes: the kernels",
+               "look at the fused kernels{where}; until then set model.backend: math"),
+    )),
+    Question("does gloo pass where NCCL fails?", "NCCL's transport stalls", (
+        Factor("NCCL", (BACKEND,), lambda f: _has_ranks(f) and f[BACKEND] == "nccl", "yes: NCCL's transport",
+               "look at NCCL's transport: the same step passes on gloo"),
+        Factor("NCCL between GPUs (P2P)", (BACKEND, "env.NCCL_P2P_DISABLE"),
+               lambda f: _has_ranks(f) and f[BACKEND] == "nccl" and not f["env.NCCL_P2P_DISABLE"], "yes, without P2P: the link",
+               "look at the link between the GPUs: the same step passes with NCCL_P2P_DISABLE=1"),
+    )),
+    Question("does it pass where DDP looks for unused parameters?", "DDP waits for parameters that a step leaves unused", (
+        Factor("no search for unused parameters", ("parallel.find_unused_parameters",),
+               lambda f: not f["parallel.find_unused_parameters"], "yes: find them",
+               "find the parameter that a step leaves unused; until then set parallel.find_unused_parameters: true"),
+    )),
+    Question("do ranks that share gradients otherwise pass?", "DDP's reducer loses gradients", (
+        _mode("ddp", "DDP", "in production move to FSDP (--parallel fsdp), which passes: DDP's reducer is at fault{where}"),
+        _mode("fsdp", "FSDP", "look at FSDP{where}: DDP passes"),
+        _mode("average", "averaging by hand", "look at the averaging by hand{where}: DDP passes"),
+    )),
+    Question("does one process pass?", "ranks wait for each other", (
+        Factor("several ranks", MODE, _has_ranks, "yes: what ranks do together"),
+        _mode("none", "one process", "look at what one process does and ranks do not{where}"),
+    )),
 )  # fmt: skip
 
 
@@ -255,7 +215,6 @@ def _of_values(name: str, fields: tuple[str, ...], read: Callable[[Facts], Any],
         values_named = [value for value in seen if value != "" or name != "check"]
         tests = {f"{name} = {v if v != '' else 'none'}": lambda v, w=v: v == w for v in values_named}
     return [
-        Factor(name=text, fields=fields, has=lambda f, test=test: test(read(f)), exit="yes: what the row changes",
-               action=WHAT_CHANGES)
+        Factor(text, fields, lambda f, test=test: test(read(f)), "yes: what the row changes", WHAT_CHANGES)
         for text, test in tests.items()
-    ]  # fmt: skip
+    ]
