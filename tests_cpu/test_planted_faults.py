@@ -277,5 +277,5 @@ def test_the_plan_s_own_example(tmp_path: Path) -> None:
     )
     assert f"are the same parameters missing every time? yes: {name}" in summary
     assert "| a step leaves parameters unused | confirmed |" in summary
-    assert "| checkpointing and the custom backward do not go together | refuted |" in summary
+    assert "| checkpointing and the custom backward do not go together | not tested |" in summary  # every row fails
     assert "gradients are missing in 10 of them" in summary

@@ -80,7 +80,7 @@ class Run:
     def __init__(self, verdicts: Verdicts) -> None:
         self.verdicts = verdicts
         on_nccl = any(v.backend == "nccl" for v in verdicts.values())
-        is_real = on_nccl or any(name not in facts_by_name(False) for name in verdicts)
+        is_real = on_nccl or not facts_by_name(True).keys().isdisjoint(verdicts.keys() - facts_by_name(False).keys())
         self.facts = {}
         for name, facts in facts_by_name(is_real).items():
             ran = verdicts[name].backend if name in verdicts and facts["parallel.mode"] != "none" else facts[BACKEND]
@@ -130,9 +130,8 @@ def find_faults(run: Run) -> list[Fault]:
         why, is_own = run.explain(failed), is_of_the_ranks(next(iter(failed.values())))
         also: dict[str, Verdict] = {}
         alone: dict[str, Verdict] = {}
-        for group in (
-            [] if is_own else list(left)
-        ):  # rows of this cause at another place, where one explanation serves both
+        # Rows of this cause at another place, where one explanation serves both.
+        for group in [] if is_own else list(left):
             both = {**failed, **group[1]}
             if group[0][0] == cause and (not why.sets or why.covers([run.facts[name] for name in group[1]])):
                 failed, why = both, run.explain(both)
@@ -259,17 +258,14 @@ def _by_factors(run: Run, fault: Fault, chosen: Class, path: list[str], advice: 
         path.append(f"which row would show more? {then}")
         possible = next((c for c in why.needed if chosen[0] in c), tuple(f for c in why.possible for f in c))
         if len(possible) > 1 or not why.pairs[chosen[0]]:
-            action += (
-                f"; {then} to {f'decide whether it is {_either(possible)}' if len(possible) > 1 else 'confirm it'}"
-            )
+            what = f"decide whether it is {_either(possible)}" if len(possible) > 1 else "confirm it"
+            action += f"; {then} to {what}"
     if any(c != chosen for c in unsure):
         path.append(f"what may it need as well? {_either(f for c in unsure if c != chosen for f in c)}")
     if fault.also:
         path.append(f"do rows fail otherwise that have the same factors? yes: {_some(fault.also)}")
     if fault.alone:
-        path.append(
-            f"do rows fail without these factors? yes, that differ in several from all others: {_some(fault.alone)}"
-        )
+        path.append(f"do rows fail without these factors? yes, but without a control: {_some(fault.alone)}")
     confidence = why.confidence(chosen[0]) if why.needed and len(chosen) == 1 else UNDECIDED
     return Way(path, chosen[0].exit, action, min(confidence, ALMOST) if fault.alone else confidence)
 
@@ -301,13 +297,10 @@ def _best(run: Run, fault: Fault, chosen: Iterable[Factor]) -> tuple[str, str]:
 def _state(run: Run, fault: Fault, factor: Factor) -> tuple[str, str]:
     """Return whether a fault needs a factor, and by which rows; where no failing row has it, the question does not arise."""
     lacking = [name for name in fault.failed if not factor.has(run.facts[name])]
+    if len(lacking) == len(fault.failed):
+        return NOT_ASKED, "no failing row has it"
     if lacking:
-        is_asked = len(lacking) < len(fault.failed)
-        return (
-            (REFUTED, f"{_some(lacking)} failed without {factor.name}")
-            if is_asked
-            else (NOT_ASKED, "no failing row has it")
-        )
+        return REFUTED, f"{_some(lacking)} failed without {factor.name}"
     spared = [name for name in run.passed if not factor.has(run.facts[name])]
     found = next((c for c in (*fault.why.needed, *fault.why.possible) if factor in c), ())
     if found in fault.why.needed and run.wide([found]) == [(factor,)] and fault.why.pairs[factor]:
