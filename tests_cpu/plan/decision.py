@@ -86,7 +86,7 @@ class Run:
             ran = verdicts[name].backend if name in verdicts and facts["parallel.mode"] != "none" else facts[BACKEND]
             self.facts[name] = {**facts, BACKEND: ran or ("nccl" if on_nccl else "gloo")}
         self.factors = factors(is_real)
-        known = {name: v for name, v in verdicts.items() if name in self.facts and tells(v)}
+        known = {name: verdicts[name] for name in self.facts if name in verdicts and tells(verdicts[name])}
         self.ran_out = {name: v for name, v in known.items() if v.failed and v.cause in RAN_OUT}
         self.failed = {name: v for name, v in known.items() if v.failed and name not in self.ran_out}
         self.passed = [name for name, v in known.items() if v.outcome == "PASS"]
