@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from nsa.config import SAFE, load_config
+from nsa.config import SAFE, VARIABLES, load_config
 from tests_cpu.plan.scenarios import CPU, GPU, ROOT, TABLE, settings_of
 
 Facts = Mapping[str, Any]
@@ -47,7 +48,13 @@ class Question(NamedTuple):
 def facts_by_name(is_real: bool) -> dict[str, Facts]:
     """Return each row's facts at a size, by its scenario's name: every field of the configuration that rows differ in, and more."""
     size = GPU if is_real else CPU
-    sections = asdict(load_config(ROOT / "configs" / size.config))
+    exported = {
+        name: os.environ.pop(name) for name in VARIABLES if name in os.environ
+    }  # a row decides, as in `running`
+    try:
+        sections = asdict(load_config(ROOT / "configs" / size.config))
+    finally:
+        os.environ.update(exported)
     base = {f"{s}.{key}": v for s, values in sections.items() if isinstance(values, dict) for key, v in values.items()}
     found: dict[str, dict[str, Any]] = {}
     for row in TABLE:

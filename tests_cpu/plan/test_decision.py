@@ -292,3 +292,9 @@ def test_the_order_in_which_gradients_become_ready_is_a_hypothesis() -> None:
     )
     assert states(verdicts | {"ddp_two_steps": two["ddp_two_steps"]})[READY_ORDER][0] == "refuted"
     assert states(plan(everything))[READY_ORDER][0] == "not tested"
+
+
+def test_variables_that_are_exported_change_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NSA_FORCE_BRANCH": "win", "NSA_GC_RANGE": "nothing", "NSA_DDP_STATIC_GRAPH": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert facts_by_name.__wrapped__(False) == FACTS
