@@ -103,21 +103,18 @@ def _branch(name: str) -> Factor:
 
 
 def _mode(name: str, word: str, action: str) -> Factor:
-    return Factor(word, MODE, lambda f: bool(f["parallel.mode"] == name), f"yes: {word}", action)
+    return Factor(word, MODE, _is("parallel.mode", name), f"yes: {word}", action)
 
 
-def _is_nsa(f: Facts) -> bool:
-    return bool(f["model.attention"] == "nsa")
-
-
-def _is_ddp(f: Facts) -> bool:
-    return bool(f["parallel.mode"] == "ddp")
+def _is(field: str, value: str) -> Callable[[Facts], bool]:
+    return lambda f: bool(f[field] == value)
 
 
 def _has_ranks(f: Facts) -> bool:
-    return bool(f["parallel.mode"] != "none")
+    return not _is_alone(f)
 
 
+_is_nsa, _is_ddp, _is_alone = _is("model.attention", "nsa"), _is("parallel.mode", "ddp"), _is("parallel.mode", "none")
 MODE = ("parallel.mode",)
 GC = ("train.gradient_checkpointing", "train.gc_range", "model.n_layers", "uses")
 REENTRANT = ("train.gc_reentrant",)
@@ -160,7 +157,7 @@ QUESTIONS = (
                "look at plain attention, the control itself{where}: NSA passes"),
     )),
     Question("does it pass with torch's math kernels?", "a fused kernel fails", (
-        Factor("fused kernels", ("model.backend",), lambda f: bool(f["model.backend"] != "math"), "yes: the kernels",
+        Factor("fused kernels", ("model.backend",), lambda f: not _is("model.backend", "math")(f), "yes: the kernels",
                "look at the fused kernels{where}; until then set model.backend: math"),
     )),
     Question("does gloo pass where NCCL fails?", "NCCL's transport stalls", (
