@@ -141,7 +141,7 @@ def photograph_more(folder: Path, report: Path) -> None:
         f"<!doctype html><meta charset=utf-8><style>{style}</style>{drawn.partition('</svg>')[0]}</svg>",
         encoding="utf-8",
     )
-    photograph(tree, IMAGES / "tree.png", "460,760")
+    photograph(tree, IMAGES / "tree.png", "460,1000")
 
 
 def main() -> int:

@@ -61,6 +61,11 @@ def add_options(parser: pytest.Parser) -> None:
         help="Run a failed test that takes the fixture branch again on each branch alone, and name the one that fails",
     )  # fmt: skip
     group.addoption(
+        "--ranks-bisect", dest="nsa_bisect", action="append", default=[], metavar="NAME=A,B,...",
+        help="Run a failed test again as it is, then with each of these values of its parameter NAME (or of the fixture branch or "
+        "gc_range), and name those with which it fails; may be given several times",
+    )  # fmt: skip
+    group.addoption(
         "--ranks-bisect-env", dest="nsa_bisect_env", nargs="?", const="", metavar="NAME=VALUE,...",
         help="Run a failed test again with these variables set in its ranks, and name the fewest that make it pass "
         "(default: ini ranks_bisect_env)",

@@ -71,6 +71,7 @@ class Settings:
     rerun: str = "auto"
     outer: OuterLauncher | None = None
     bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --ranks-bisect-env tries
+    bisect: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False)  # values by name, of --ranks-bisect
 
     @property
     def gpus(self) -> int:
@@ -104,6 +105,7 @@ def resolve(config: pytest.Config) -> Settings:
         output_limit=_bytes(config, "ranks_output_limit"),
         debug_rank=config.getoption("--ranks-pdb-rank"),
         bisect_env=_bisect_env(config),
+        bisect=_bisect(config),
         keep_runs=_count(config, "ranks_artifacts_keep"),
         folder_mode=_mode(config, "ranks_artifacts_mode"),
         mask_output=_flag(config, "ranks_mask_output"),
@@ -209,6 +211,20 @@ def _bisect_env(config: pytest.Config) -> dict[str, str]:
     if not found:
         raise pytest.UsageError(f"{source}: names no variable; give NAME=VALUE,...")
     return found if given is not None else {}
+
+
+def _bisect(config: pytest.Config) -> dict[str, tuple[str, ...]]:
+    """Return the values that ``--ranks-bisect`` tries, by parameter. Raises UsageError."""
+    found: dict[str, tuple[str, ...]] = {}
+    for given in config.getoption("--ranks-bisect"):
+        name, _, text = given.partition("=")
+        values = tuple(value.strip() for value in text.split(",") if value.strip())
+        if not name.isidentifier() or not values:
+            raise pytest.UsageError(
+                f"--ranks-bisect {given}: must be NAME=A,B,..., as in --ranks-bisect=branch=cmp,sel,win"
+            )
+        found[name] = values
+    return found
 
 
 def _choice(config: pytest.Config, name: str, allowed: tuple[str, ...]) -> str:

@@ -1,16 +1,34 @@
-"""The plan at production size, from the table that the CPU suite runs."""
+"""The plan at production size, from the table that the CPU suite runs; ``--plan-ranks`` and ``--fault-rank`` as there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.fixtures import Group
-from tests_cpu.plan.running import run
-from tests_cpu.plan.scenarios import GPU, Scenario, rows
+from pytest_nsa.marks import LayerRange
+from tests_cpu.plan.running import bisected, run
+from tests_cpu.plan.scenarios import GPU, Scenario, Size, rows
 
 
-@pytest.mark.parametrize("row", rows(GPU))
-def test_scenario(row: Scenario, group: Group, artifacts: Path, fault: str | None) -> None:
-    run(row, GPU, group, artifacts, fault)
+def size_of(config: pytest.Config) -> Size:
+    return replace(GPU, num_ranks=config.getoption("--plan-ranks"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize("row", rows(size_of(metafunc.config)))
+
+
+def test_scenario(
+    row: Scenario,
+    group: Group,
+    artifacts: Path,
+    fault: str | None,
+    branch: str | None,
+    gc_range: LayerRange | None,
+    pytestconfig: pytest.Config,
+) -> None:
+    culprit = pytestconfig.getoption("--fault-rank")
+    run(row, size_of(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))

@@ -23,7 +23,8 @@ class Decision:
     A plan may add a confidence (0 to 1), ``hypotheses`` as rows of (hypothesis, state, grounds), and one line on
     whether the system under test is ready, with the criteria. ``tree`` is the plan's whole tree as (question, exits
     ...) in the order of the questions; ``taken`` is the exit that was taken. Each step of ``path`` begins with its
-    question.
+    question. ``factors`` is a table for the reports: the names of its columns, then a row per scenario, which begins
+    with its name.
     """
 
     sentence: str
@@ -34,10 +35,18 @@ class Decision:
     readiness: str = ""
     tree: tuple[tuple[str, ...], ...] = ()
     taken: str = ""
+    factors: tuple[tuple[str, ...], ...] = ()
+
+    def columns(self) -> dict[str, dict[str, str]]:
+        """Return the further columns of a table of scenarios: per name, the cells by scenario; not those that are empty."""
+        names, *rows = self.factors or ((),)
+        found = {name: {row[0]: row[i] for row in rows if len(row) > i} for i, name in enumerate(names) if i}
+        return {name: cells for name, cells in found.items() if any(cells.values())}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that decision.json holds."""
-        return {"schema": SCHEMA, **asdict(self)}
+        """Return the object that decision.json holds; without ``factors`` where a plan has none."""
+        found = asdict(self)
+        return {"schema": SCHEMA, **{name: value for name, value in found.items() if value or name != "factors"}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decision:
@@ -51,6 +60,7 @@ class Decision:
             readiness=str(data.get("readiness", "")),
             tree=tuple(tuple(map(str, row)) for row in data.get("tree", ())),
             taken=str(data.get("taken", "")),
+            factors=tuple(tuple(map(str, row)) for row in data.get("factors", ())),
         )
 
 

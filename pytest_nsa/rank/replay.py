@@ -112,9 +112,20 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
     if lockstep.is_hypothesis_test(item):
         lockstep.prepare(ctx, item)
     take_host_values(item, ctx.job.values)
+    _take_tried_values(item, ctx.job.overrides)
     # The whole protocol, not only its three phases: assertion messages and warning filters are set up by it.
     item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     return recorder.passed
+
+
+def _take_tried_values(item: pytest.Item, tried: Mapping[str, str]) -> None:
+    """Replace parameters of a test by what a bisection tries, converted to their types."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    for name, text in tried.items():
+        if isinstance(params.get(name), bool):
+            params[name] = text.lower() in ("1", "true", "yes", "on")
+        elif name in params:
+            params[name] = type(params[name])(text) if isinstance(params[name], int | float) else text
 
 
 def make_ranks_config(config: pytest.Config) -> None:

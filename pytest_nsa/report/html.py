@@ -48,16 +48,9 @@ def render(
             if interrupted
             else None,
             tag("h1", _title(entries, decision)),
+            *_decided(failed, decision, noun_of(e.verdict for e in entries)),
             tag("p", *_counts(entries), class_="counts"),
-            _table(failed),
-            tag("p", short_place(decision.sentence), class_="sentence") if failed else None,
-            tag(
-                "p",
-                decision.action,
-                f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else None,
-                class_="action",
-            ),
-            tag("p", decision.readiness) if decision.readiness else None,
+            _table(entries, failed, decision),
         ),
         tag(
             "main",
@@ -91,18 +84,35 @@ def _title(entries: list[Entry], decision: Decision) -> str:
     return f"{failed} of {count(len(entries), noun)}{where} fail{'s' if failed == 1 else ''}"
 
 
-def _table(failed: list[Entry]) -> Markup | None:
-    """Return a row per failure; a click on its name opens it."""
+def _decided(failed: list[Entry], decision: Decision, noun: str) -> Iterator[Markup | None]:
+    """Yield the decision: before all else, as a phone's first screen has no more."""
+    if failed:
+        yield tag("h2", "Decision" if noun == "scenario" else "What to do")
+    sure = f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else None
+    yield tag("p", f"{decision.action[:1].upper()}{decision.action[1:]}", sure, class_="action")
+    yield tag("p", short_place(decision.sentence), class_="sentence") if failed else None
+    yield tag("p", decision.readiness) if decision.readiness else None
+
+
+def _table(entries: list[Entry], failed: list[Entry], decision: Decision) -> Markup | None:
+    """Return a row per failure, or where a plan has factors per scenario; a click on a failure's name opens it."""
     if not failed:
         return None
+    more = decision.columns()
     rows = []
-    for number, entry in enumerate(failed):
+    for entry in sorted(entries, key=lambda e: not e.verdict.failed) if more else failed:
         v = entry.verdict
-        name = tag("a", entry.name, href=f"#{anchor(entry)}") if number < DETAILED and entry.folder else entry.name
-        who, where = v.culprits() if v.ranks else "", tag("code", short_place(v.where))
-        rows.append(row([outcome_tag(v), " ", name], who, v.cause, where, f"{v.duration_s:.1f}"))
+        is_shown = entry.folder and entry in failed[:DETAILED]
+        name = tag("a", entry.name, href=f"#{anchor(entry)}") if is_shown else entry.name
+        who, where = v.culprits() if v.failed and v.ranks else "", tag("code", short_place(v.where)) if v.where else ""
+        further = [cells.get(entry.name, "") for cells in more.values()]
+        rows.append(row([outcome_tag(v), " ", name], who, v.cause, where, *further, f"{v.duration_s:.1f}"))
     keys = tag("p", "j and k: the next failure, and the one before", class_="quiet keys") if len(failed) > 1 else None
-    return tag("div", table(("test", "rank", "cause", "where", "seconds"), rows, "list"), keys)
+    return tag(
+        "div",
+        table((noun_of(e.verdict for e in entries), "rank", "cause", "where", *more, "seconds"), rows, "list"),
+        keys,
+    )
 
 
 def _counts(entries: list[Entry]) -> Iterator[Markup]:

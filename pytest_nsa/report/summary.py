@@ -97,13 +97,13 @@ def render(
     out = [markdown(decision.sentence), ""]
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
-    out += _table(entries, blob)
-    if not_run:
-        out += ["", f"Not run, of the plan's scenarios: {markdown(', '.join(not_run))}."]
     sure = f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else ""
     heading = "Decision" if any(entry.verdict.scenario for entry in entries) else "What to do"
-    out += ["", f"## {heading}", "", f"**{_sentence_case(markdown(decision.action) + sure)}**", ""]
-    out += [f"{number}. {markdown(step)}" for number, step in enumerate(decision.path, 1)]
+    out += [f"## {heading}", "", f"**{_sentence_case(markdown(decision.action) + sure)}**", ""]
+    out += _table(entries, decision, blob)
+    if not_run:
+        out += ["", f"Not run, of the plan's scenarios: {markdown(', '.join(not_run))}."]
+    out += ["", *(f"{number}. {markdown(step)}" for number, step in enumerate(decision.path, 1))]
     drawn = mermaid(decision)
     if drawn:
         out += [
@@ -141,18 +141,21 @@ def render(
     return "\n".join(out) + "\n"
 
 
-def _table(entries: list[Entry], blob: str | None) -> list[str]:
-    """Return the table: with a diagnostic plan every scenario, else the failed tests and the number of the others."""
+def _table(entries: list[Entry], decision: Decision, blob: str | None) -> list[str]:
+    """Return the table: every scenario of a plan and its factors, else the failed tests and the number of the others."""
     has_plan = any(entry.verdict.scenario for entry in entries)
     names = ["scenario" if has_plan else "test", "result", "cause", "rank", "where", "parameters missing", "seconds"]
     if not has_plan:
         names.remove("parameters missing")
+    more = decision.columns() if has_plan else {}
     shown = entries if has_plan else [entry for entry in entries if entry.verdict.failed or entry.verdict.expected]
     others = Counter(entry.verdict.outcome for entry in entries if entry not in shown)
-    rows = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"] if shown else []
+    heads = [*names, *(cell(inline(name)) for name in more)]
+    rows = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"] if shown else []
     for entry in shown:
         cells = _cells(entry, blob)
-        rows.append("| " + " | ".join(cell(cells[name]) for name in names) + " |")
+        further = [inline(cells_of.get(entry.name, "")) for cells_of in more.values()]
+        rows.append("| " + " | ".join(cell(text) for text in (*(cells[name] for name in names), *further)) + " |")
     if others:
         counted = ", ".join(f"{n} {outcome}" for outcome, n in sorted(others.items()))
         rows += ["", f"Not in the table: {counted}."] if shown else [f"{counted}."]

@@ -1,6 +1,7 @@
-"""Options ``--ranks-bisect-...``: run a failed test again on fewer layers, on one branch, or with variables set.
+"""Options ``--ranks-bisect...``: run a failed test again on fewer layers, with other values, or with variables set.
 
-The first two serve tests that take the fixture `gc_range` or `branch`, which then returns the candidate; the third serves all.
+The first two serve tests that take the fixture `gc_range`, `branch` or a parameter, which is then the candidate; the third serves
+all.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def bisect(item: pytest.Item, settings: Settings, needs: Needs, verdict: Verdict
     found = []
     if item.config.getoption("--ranks-bisect-gc") and "gc_range" in fixtures and layers:
         found.append(_Halves(LayerRange(layers), run, verdict).describe())
-    elif item.config.getoption("--ranks-bisect-branch") and "branch" in fixtures:
-        found.append(_branches(run))
+    branches = {"branch": BRANCHES} if item.config.getoption("--ranks-bisect-branch") else {}
+    for name, values in {**branches, **settings.bisect}.items():
+        if name in params or (name in ("branch", "gc_range") and name in fixtures):
+            found.append(_values(name, values, run, verdict))
     if settings.bisect_env:
         found.append(_environment(settings.bisect_env, needs, run))
     return "; ".join(found)
@@ -58,7 +61,7 @@ class _Halves:
         """Run the control and the halves, and return what they show."""
         at = self.whole.start
         control = self._try(at, at)
-        if self._is_failure(control) and control.cause == self.verdict.cause:
+        if is_failure(control, self.verdict) and control.cause == self.verdict.cause:
             return f"bisect: fails without any layer, as gc_range {at}:{at}, too: no layer is to blame (1 run)"
         found = self._failing(at, self.whole.end)
         alone = [start for start, end in found if end - start == 1]
@@ -71,7 +74,7 @@ class _Halves:
                 texts.append(
                     f"fails with layers {start}:{end}" + (", and with neither half alone" if is_smallest else "")
                 )
-        if self._is_failure(control):
+        if is_failure(control, self.verdict):
             texts.append(f"without any layer it fails otherwise: {control.cause}")
         left = "" if all(found.values()) else "; smaller ranges were not tried"
         return f"bisect: {'; '.join(texts)} ({self.count} runs{left})"
@@ -86,7 +89,7 @@ class _Halves:
             return {(start, end): False}
         middle = (start + end) // 2
         found: dict[tuple[int, int], bool] = {}
-        for half in [half for half in ((start, middle), (middle, end)) if self._is_failure(self._try(*half))]:
+        for half in [half for half in ((start, middle), (middle, end)) if is_failure(self._try(*half), self.verdict)]:
             found |= self._failing(*half)
         return found or {(start, end): True}
 
@@ -94,22 +97,32 @@ class _Halves:
         self.count += 1
         return self.run(Variation(label=f"{start}_{end}", fixtures={"gc_range": f"{start}:{end}"}))
 
-    def _is_failure(self, verdict: Verdict) -> bool:
-        """Return whether a run failed; a slow one shows nothing, unless the failure itself is that."""
-        return verdict.failed and (verdict.outcome != "SLOW" or self.verdict.outcome == "SLOW")
-
 
 def _listed(words: Sequence[object]) -> str:
     *first, last = map(str, words)
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _branches(run: Run) -> str:
-    failing = [name for name in BRANCHES if run(Variation(label=name, fixtures={"branch": name})).failed]
-    if not failing:
-        return "bisect: each branch alone passes: look at the gates"
-    alone = "fails alone" if len(failing) == 1 else "fail alone"
-    return f"bisect: of the branches {', '.join(BRANCHES)}, {' and '.join(failing)} {alone}"
+def _values(name: str, values: Sequence[str], run: Run, verdict: Verdict) -> str:
+    """Run the test as it is, as a control, and with each value; return with which it fails."""
+    if not is_failure(run(Variation(label=f"{name}-control")), verdict):
+        return "bisect: it passes when it is run again as it is: the failure comes and goes"
+    tried = values[: MAX_RUNS - 1]
+    ended = {value: run(Variation(label=f"{name}-{value}", fixtures={name: value})) for value in tried}
+    failing = [value for value, other in ended.items() if is_failure(other, verdict)]
+    left = "" if len(tried) == len(values) else f"; {len(values) - len(tried)} were not tried"
+    if name == "branch" and not failing:
+        return f"bisect: each branch alone passes: look at the gates{left}"
+    those = f"the branches {', '.join(tried)}" if name == "branch" else f"{name} {', '.join(tried)}"
+    fails = f"{_listed(failing)} {'fails' if len(failing) == 1 else 'fail'}" if failing else "none fails"
+    otherwise = [f"{value} by {ended[value].cause}" for value in failing if ended[value].cause != verdict.cause]
+    other = f" ({', '.join(otherwise)})" if otherwise else ""
+    return f"bisect: of {those}, {fails}{' alone' if name == 'branch' else ''}{other}{left}"
+
+
+def is_failure(verdict: Verdict, first: Verdict) -> bool:
+    """Return whether a run failed; a slow one shows nothing, unless the first failure itself is that."""
+    return verdict.failed and (verdict.outcome != "SLOW" or first.outcome == "SLOW")
 
 
 class _Tries:

@@ -14,7 +14,7 @@ from nsa.model.activation_checkpoint import CheckpointRange
 from nsa.trace.ddp_buckets import ddp_numbers
 from nsa.trace.inplace import watched
 from nsa.training.parallel import file_mark
-from tests_cpu.plan.hypotheses import MAX_GPU_BYTES, MIN_TOKENS_PER_S
+from tests_cpu.plan.readiness import MAX_GPU_BYTES, MIN_TOKENS_PER_S
 
 if TYPE_CHECKING:
     from nsa.data import Batch

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nsa.convert import switch
-from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables
+from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables, settings_of
 
 if TYPE_CHECKING:
     from nsa.config import Config
     from pytest_nsa.fixtures import Group
+    from pytest_nsa.marks import LayerRange
 
 SAMPLE = ROOT / "examples" / "data" / "kjv.parquet"
 
@@ -46,6 +47,15 @@ def mitigations(row: Scenario) -> dict[str, Any]:
     return found
 
 
+def bisected(branch: str | None, layers: LayerRange | None) -> dict[str, Any]:
+    """Return the fields of the branch and of the layers that checkpoint: those that the row sets, or that a bisection tries."""
+    found: dict[str, Any] = {} if branch is None else {"model.force_branch": branch}
+    if layers is None:
+        return found
+    is_any = layers.start < layers.end
+    return found | {"train.gradient_checkpointing": is_any, "train.gc_range": str(layers) if is_any else None}
+
+
 def forget_exported() -> None:
     """Remove the variables of what a row decides from this rank's environment, and report that."""
     for text in ignored_variables():
@@ -54,10 +64,12 @@ def forget_exported() -> None:
         os.environ.pop(name, "")
 
 
-def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None, culprit: int = 1) -> None:
+def run(
+    row: Scenario, size: Size, group: Group, folder: Path, fault: str | None, culprit: int, tried: dict[str, Any]
+) -> None:
     """Train ``row.steps`` steps as the row defines; assert that every gradient arrived, the row's check, and that ranks agree.
 
-    The check "resume" is all of its row: processes of its own train.
+    ``tried`` are fields that a bisection sets. The check "resume" is all of its row: processes of its own train.
     """
     import torch
 
@@ -71,10 +83,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     from tests_cpu.plan.resume import kill_and_resume
 
     forget_exported()
-    overrides = {
-        "parallel.mode": row.parallel, "train.steps": row.steps, "train.batch_size": 1, "data.dataset": "synthetic",
-        **size.settings, **row.overrides, **({} if size.is_real else row.on_cpu), **mitigations(row),
-    }  # fmt: skip
+    overrides = settings_of(row, size) | mitigations(row) | tried
     changed = faults.settings(
         fault, overrides["parallel.mode"], static_graph=bool(overrides.get("parallel.static_graph"))
     )

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from nsa.config import SAFE_ENVIRONMENT
-from pytest_nsa import check_divergence, fails_as, gpu, rank_env, scenario, world_size
+from pytest_nsa import branch, check_divergence, fails_as, gc_range, gpu, rank_env, scenario, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+LAYERS = 12  # of both configurations
 PRODUCTION = "m7c_125m_2xa100_production.yaml"
 
 
@@ -107,6 +108,10 @@ SEEDS: tuple[Scenario, ...] = (
         for name in ("cmp", "sel", "win")
     ),
     Scenario(
+        phase=4, name="ddp_two_steps", overrides=TWO_TRACES,
+        reads_as="plain DDP: the control of the branches, of the static graph and of the mitigations",
+    ),
+    Scenario(
         phase=4, name="ddp_static_graph", overrides={**TWO_TRACES, "parallel.static_graph": True},
         reads_as="passes where the others fail: a mitigation for production",
     ),
@@ -153,7 +158,7 @@ CHECKPOINTING = (
 
 
 def _mitigation(name: str, reads_as: str, parallel: str = "ddp", **rest: Any) -> Scenario:
-    overrides = {**ONE, **rest.pop("overrides", {})}
+    overrides = {**TWO_TRACES, **rest.pop("overrides", {})}
     return Scenario(phase=7, name=name, parallel=parallel, reads_as=reads_as, overrides=overrides, **rest)
 
 
@@ -255,19 +260,19 @@ STABILITY = (
         **{**ALL_TRACES, "trace.mem_dump_every": 10},
     ),
     Scenario(
-        phase=9, name="sequence_4096", check="criteria", overrides={**ONE, "train.seq_len": 4096},
+        phase=9, name="sequence_4096", check="criteria", overrides={**TWO_TRACES, "train.seq_len": 4096},
         on_cpu={"train.seq_len": 256}, name_on_cpu="sequence_256", reads_as="fails: the length of a sequence, or its memory",
     ),
     Scenario(
-        phase=9, name="batch_4", check="criteria", overrides={**ONE, "train.batch_size": 4},
+        phase=9, name="batch_4", check="criteria", overrides={**TWO_TRACES, "train.batch_size": 4},
         reads_as="fails: several sequences a rank, or their memory",
     ),
     Scenario(
-        phase=9, name="fsdp_sequence_4096", parallel="fsdp", check="criteria", overrides={**ONE, "train.seq_len": 4096},
+        phase=9, name="fsdp_sequence_4096", parallel="fsdp", check="criteria", overrides={**TWO_TRACES, "train.seq_len": 4096},
         on_cpu={"train.seq_len": 256}, name_on_cpu="fsdp_sequence_256", reads_as="fails where sequence_4096 passes: FSDP",
     ),
     Scenario(
-        phase=9, name="fsdp_batch_4", parallel="fsdp", check="criteria", overrides={**ONE, "train.batch_size": 4},
+        phase=9, name="fsdp_batch_4", parallel="fsdp", check="criteria", overrides={**TWO_TRACES, "train.batch_size": 4},
         reads_as="fails where batch_4 passes: FSDP",
     ),
     Scenario(
@@ -319,6 +324,14 @@ def ignored_variables() -> list[str]:
     return [f"{name}={value} is set, and not used: a scenario decides it" for name, value in found if value]
 
 
+def settings_of(row: Scenario, size: Size) -> dict[str, Any]:
+    """Return the fields of the configuration that a row has at a size."""
+    return {
+        "parallel.mode": row.parallel, "train.steps": row.steps, "train.batch_size": 1, "data.dataset": "synthetic",
+        **size.settings, **row.overrides, **({} if size.is_real else row.on_cpu),
+    }  # fmt: skip
+
+
 def rows(size: Size) -> list[Any]:
     """Return the scenarios as parameters of a test, with their marks."""
     return [pytest.param(row, id=size.name_of(row), marks=_marks(row, size)) for row in TABLE]
@@ -338,6 +351,11 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
         marks.append(fails_as(row.fails_as))
     if "parallel.backend" in row.overrides:
         marks.append(pytest.mark.backend(row.overrides["parallel.backend"]))
+    facts = settings_of(row, size)
+    if "model.force_branch" in facts:
+        marks.append(branch(facts["model.force_branch"]))
+    if facts.get("train.gradient_checkpointing", True) and row.uses == 1:
+        marks.append(gc_range(facts.get("train.gc_range", f"0:{facts.get('model.n_layers', LAYERS)}")))
     if row.environment:
         marks.append(rank_env(**row.environment))
     if size.on_gpu:

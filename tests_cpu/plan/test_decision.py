@@ -1,11 +1,9 @@
-"""The plan's tree over verdicts: a pure function, so its tests are tables.
-
-More than 400 lines: a row per way through one tree.
-"""
+"""The plan's decision over verdicts: a pure function, so its tests are tables of (rows with results, decision)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from html import escape
 
@@ -14,417 +12,289 @@ import pytest
 from pytest_nsa.diagnosis import decision as without_a_plan
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.decision_tree import mermaid, way
-from tests_cpu.plan.decision import CHECKPOINTING, decide
-from tests_cpu.plan.hypotheses import table
-from tests_cpu.plan.reading import WITHOUT_CHECKPOINTING
+from tests_cpu.plan.controls import explain, matched, separating
+from tests_cpu.plan.decision import READY_ORDER, decide
+from tests_cpu.plan.factors import Facts, factors, facts_by_name
+from tests_cpu.plan.readiness import CORE
+from tests_cpu.plan.scenarios import CPU, TABLE
 
-PLAN = (
-    "ddp_onestep_trace", "ddp_gloo_sanity", "branch_cmp_only", "branch_sel_only", "branch_win_only", "ddp_static_graph",
-    "gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11",
-)  # fmt: skip
-TOGETHER = ("ddp_onestep_trace", "ddp_gloo_sanity")
-BRANCHES = PLAN[2:5]
-
-
-def plan(*failing: str, cause: str = "lock_deadlock", **fields: object) -> dict[str, Verdict]:
-    """Return the verdicts of the whole plan, as on GPUs: the named scenarios hang, the others pass."""
-    return {name: a_verdict(name, hangs=name in failing, cause=cause, **fields) for name in PLAN}
+FACTS = facts_by_name(False)
+ROWS = {CPU.name_of(row): row for row in TABLE}
+Fails = Callable[[str, Facts], bool]
+FEW, MANY = range(1, 6), range(1, 9)  # phases
 
 
-def a_verdict(name: str, *, hangs: bool, cause: str = "lock_deadlock", backend: str = "", **fields: object) -> Verdict:
-    backend = backend or ("gloo" if name == "ddp_gloo_sanity" else "nccl")
-    if not hangs:
-        return Verdict(scenario=name, nodeid=name, outcome="PASS", backend=backend, figures={"ready_orders": 1.0})
-    return Verdict(
-        scenario=name, nodeid=name, outcome="HANG", cause=cause, ranks=(1,), confidence=0.9, backend=backend, **fields,  # type: ignore[arg-type]
-    )  # fmt: skip
+def a_verdict(name: str, *, fails: bool = True, cause: str = "lock_deadlock", **fields: object) -> Verdict:
+    row = ROWS[name]
+    common = {"scenario": name, "nodeid": name, "backend": "gloo", "world_size": row.num_ranks}
+    if row.fails_as:
+        return Verdict(outcome="FAIL", cause=row.fails_as, expected=True, **common)  # type: ignore[arg-type]
+    if not fails:
+        return Verdict(outcome="PASS", figures={"ready_orders": 1.0}, **common)  # type: ignore[arg-type]
+    blamed = {
+        "outcome": "HANG",
+        "ranks": tuple(range(row.num_ranks)),
+        "confidence": 0.95,
+        "where": "a.py:3 in backward",
+    }
+    return Verdict(**{**common, "cause": cause, **blamed, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("failing", "action"),
-    [
-        (("gc_baseline_full", "gc_bisect_layers_0_5", *TOGETHER), "look at gradient checkpointing, layers 0 to 5"),
-        (("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11"), "look at gradient checkpointing:"),
-        ((*TOGETHER, *BRANCHES), "enable static_graph in production"),
-        ((*TOGETHER, "branch_sel_only", "ddp_static_graph"), "fix the backward of branch sel"),
-        ((*TOGETHER, "ddp_static_graph"), "look at the gates"),
-        ((*TOGETHER, *BRANCHES, "ddp_static_graph"), "look at the autograd graph"),
-        (("ddp_onestep_trace", *BRANCHES, "ddp_static_graph"), "look at NCCL's transport"),
-    ],
-)
-def test_each_branch_of_the_tree(failing: tuple[str, ...], action: str) -> None:
-    decision = decide(plan(*failing))
-    assert decision.action.startswith(action)
-    assert decision.path
+def plan(fails: Fails, phases: Iterable[int] = FEW, **fields: object) -> dict[str, Verdict]:
+    """Return the verdicts of these phases, where rows of ``fails`` fail alike."""
+    chosen = set(phases)
+    return {n: a_verdict(n, fails=fails(n, FACTS[n]), **fields) for n, row in ROWS.items() if row.phase in chosen}
 
 
-def test_the_same_missing_parameters_every_time() -> None:
-    failing = (*TOGETHER, *BRANCHES, "ddp_static_graph")
-    missing = ("blocks.4.attn.gate.fc1.weight", "blocks.4.attn.gate.fc1.bias")
-    decision = decide(plan(*failing, parameters_missing=missing))
-    assert decision.action == "look for in-place operations in the module that owns them (blocks.4.attn.gate.fc1)"
-    assert "are the same parameters missing every time? yes: blocks.4.attn.gate.fc1.bias" in decision.path[-1]
+def named(*names: str) -> Fails:
+    return lambda name, f: name in names
 
 
-def test_one_cause_of_the_ranks_themselves_ends_the_tree() -> None:
-    decision = decide(plan(*PLAN[:6], cause="rank_died", advice="look for who sent the signal", where="a.py:3 in f"))
-    assert decision.action.startswith("look for who sent the signal (scenario ddp_onestep_trace, rank 1, a.py:3 in f)")
-    assert "is every failure the ranks' own, and not the model's? yes: rank_died" in decision.path[0]
+def everything(name: str, f: Facts) -> bool:
+    return True
 
 
-def test_the_sentence_names_scenario_rank_line_and_cause() -> None:
-    decision = decide(
-        plan(*TOGETHER, "branch_sel_only", "ddp_static_graph", where="nsa/model/attention.py:7 in f", reason="it waits")
-    )
-    assert decision.sentence == (
-        "branch_sel_only ends in HANG (lock_deadlock) on rank 1 at nsa/model/attention.py:7 in f: it waits. "
-        "4 of 9 scenarios fail, all with this cause."
-    )
+def is_ddp(name: str, f: Facts) -> bool:
+    return bool(f["parallel.mode"] == "ddp")
 
 
-def test_a_run_without_failures_is_reported_as_such() -> None:
-    assert decide(plan()).sentence == "Nothing is wrong: of 9 scenarios, 9 passed."
-    expected = {"a": Verdict(nodeid="a", outcome="FAIL", expected=True), "b": Verdict(nodeid="b", outcome="SKIP")}
-    assert decide(expected).sentence == "Nothing is wrong: of 2 tests, 1 failed as expected, 1 skipped."
-    assert without_a_plan.decide({}).sentence == "Nothing was run on ranks."
+def has_sel(name: str, f: Facts) -> bool:
+    return f["model.attention"] == "nsa" and f["model.force_branch"] in (None, "sel")
 
 
-def test_tests_that_are_no_scenarios_take_no_tree() -> None:
-    verdict = Verdict(nodeid="t", outcome="FAIL", cause="rank_exited", ranks=(0,), advice="stay", confidence=0.9)
-    decision = without_a_plan.decide({"t": verdict})
-    assert decision.path == ("do the verdicts name one cause? yes: rank_exited",)
-    assert decision.action.startswith("stay")
+def sel_on_ranks(name: str, f: Facts) -> bool:
+    return has_sel(name, f) and is_ddp(name, f)
 
 
-@pytest.mark.parametrize(
-    ("failing", "confirmed", "refuted"),
-    [
-        ((*TOGETHER, *BRANCHES), "the graph changes from step to step", "NCCL's transport stalls"),
-        (
-            (*TOGETHER, "ddp_static_graph", "branch_sel_only"),
-            "one branch's own backward",
-            "the branches depend on each other",
-        ),
-        ((*TOGETHER, "ddp_static_graph"), "the branches depend on each other", "one branch's own backward"),
-        ((*TOGETHER, "ddp_static_graph", *BRANCHES), "", "one branch's own backward"),
-        (("gc_baseline_full", "gc_bisect_layers_6_11"), "checkpointing and the custom backward", "the graph changes"),
-        (("ddp_onestep_trace", "ddp_static_graph", *BRANCHES), "NCCL's transport stalls", "the graph changes"),
-        (("branch_cmp_only",), "one branch's own backward", "checkpointing"),
-        (("branch_cmp_only", "branch_win_only"), "one branch's own backward", "NCCL's transport stalls"),
-    ],
-)
-def test_hypotheses_are_confirmed_or_refuted(failing: tuple[str, ...], confirmed: str, refuted: str) -> None:
-    found = decide(plan(*failing)).hypotheses
-    by_state = {state: [text for text, s, _ in found if s == state] for state in ("confirmed", "refuted")}
-    assert not confirmed or any(text.startswith(confirmed) for text in by_state["confirmed"]), found
-    assert any(text.startswith(refuted) for text in by_state["refuted"]), found
+def has_gates(name: str, f: Facts) -> bool:
+    return has_sel(name, f) and f["model.force_branch"] is None and not f["model.stop_gate_gradient"]
 
 
-@pytest.mark.parametrize("absent", PLAN)
-def test_what_did_not_run_confirms_nothing(absent: str) -> None:
-    verdicts = {name: v for name, v in plan(*TOGETHER, *BRANCHES).items() if name != absent}
-    decision = decide(verdicts)
-    silent = [why for _, state, why in decision.hypotheses if state == "not tested"]
-    assert silent
-    assert all(absent in why for why in silent)
-    assert "1 of the 9 of phases 1 to 5 did not run" in decision.readiness
+def recomputes(layer: int) -> Fails:
+    def has(name: str, f: Facts) -> bool:
+        start, _, end = (f["train.gc_range"] or f"0:{f['model.n_layers']}").partition(":")
+        return bool(f["train.gradient_checkpointing"]) and int(start) <= layer < int(end)
 
-
-@pytest.mark.parametrize("first_fails", [True, False])
-@pytest.mark.parametrize("others", [(), ("ddp_static_graph",), BRANCHES, ("branch_sel_only",)])
-def test_a_step_that_fails_and_passes_on_one_backend_is_contradictory(
-    first_fails: bool, others: tuple[str, ...]
-) -> None:
-    """On CPU both phases are gloo: a flake once gave 'enable static_graph in production'."""
-    verdicts = {name: a_verdict(name, hangs=name in others, backend="gloo") for name in PLAN}
-    one = TOGETHER[0] if first_fails else TOGETHER[1]
-    verdicts[one] = a_verdict(one, hangs=True, backend="gloo")
-    decision = decide(verdicts)
-    assert decision.action.startswith("contradictory: repeat")
-    assert decision.confidence < 0.5
-    assert {text: state for text, state, _ in decision.hypotheses}["NCCL's transport stalls"] == "not tested"
-
-
-def test_two_runs_of_gloo_say_nothing_of_the_transport() -> None:
-    failing = (*TOGETHER, *BRANCHES, "ddp_static_graph")
-    decision = decide({name: a_verdict(name, hangs=name in failing, backend="gloo") for name in PLAN})
-    assert decision.path[-2] == "does gloo fail too? it cannot tell: both ran on gloo"
-
-
-def test_ready_for_production_by_its_criteria() -> None:
-    passing = plan()
-    assert "were not measured (no GPU)" in decide(passing).readiness
-
-    def measured(peak_mib: float, rate: float) -> dict[str, Verdict]:
-        long = Verdict(nodeid="s", outcome="PASS", figures={"peak_gpu_mib": peak_mib, "tokens_per_s": rate})
-        return {**passing, "stability_100": long}
-
-    assert decide(measured(9000, 5120)).readiness == (
-        "Ready for production: every scenario passes, no gradient is missing, at production size on a GPU; at most 9.4 GB a rank, "
-        "at least 5,120 tokens/s."
-    )
-    assert decide(measured(29000, 5120)).readiness.endswith("a rank takes 30.4 GB, where 30 are allowed.")
-    assert decide(measured(9000, 12)).readiness.endswith("12 tokens/s, where 50 are needed.")
-    sick = measured(9000, 5120)
-    sick["branch_sel_only"] = a_verdict("branch_sel_only", hangs=True, parameters_missing=("a",))
-    assert decide(sick).readiness == (
-        "Not ready for production: branch_sel_only fails; gradients are missing in 1 of them."
-    )
-
-
-@pytest.mark.parametrize(
-    ("failing", "action"),
-    [
-        ((), "look at gradient checkpointing: reentrant or not"),
-        (("gc_reentrant_one_process",), "look at gradient checkpointing: told by gc_reentrant_one_process"),
-        (("gc_boundaries",), "look at gradient checkpointing: told by gc_boundaries"),
-        (
-            ("gc_boundaries", "gc_inplace_writes"),
-            "take the write out of the checkpointed region: told by gc_inplace_writes",
-        ),
-    ],
-)
-def test_checkpointing_is_asked_its_questions_one_by_one(failing: tuple[str, ...], action: str) -> None:
-    verdicts = plan("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
-    assert "is it a write in place, into what the region did not make? not run (--phases 6)" in decide(verdicts).path
-    for name in CHECKPOINTING:
-        verdicts[name] = checked(name, hangs=name in failing)
-    decision = decide(verdicts)
-    assert decision.action.startswith(action)
-    if failing:  # what a check has found ends the way
-        assert decision.path == (
-            f"has a check of checkpointing found the operation or the layer? yes: {failing[-1]}: told by {failing[-1]}",
-        )
-    else:
-        assert [step.partition("? ")[2] for step in decision.path[1:]] == ["not run (--phases 8)", "no", "no", "no"]
-
-
-def checked(name: str, *, hangs: bool) -> Verdict:
-    """Return the verdict of a row by its own check: its assertion is in the module of checks."""
-    fields = {"reason": f"AssertionError: told by {name}", "where": "tests_cpu/plan/health.py:9 in before_step"}
-    return replace(a_verdict(name, hangs=hangs, cause="assertion"), **fields, ranks=(0,))  # type: ignore[arg-type]
-
-
-def test_what_fails_in_backward_as_all_others_answers_no_question_of_checkpointing() -> None:
-    """They run the same backward: a deadlock in it was once taken for an in-place write."""
-    verdicts = plan("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
-    verdicts |= {name: a_verdict(name, hangs=True, reason="it waits for a lock") for name in CHECKPOINTING}
-    decision = decide(verdicts)
-    assert decision.action.startswith("look at gradient checkpointing: reentrant or not")
-    assert [step.partition("? ")[2] for step in decision.path[2:]] == [
-        "it cannot tell: it ends in lock_deadlock, too"
-    ] * 3
-
-
-ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
-CHECKPOINTS = "checkpointing and the custom backward do not go together"
+    return has
 
 
 def states(verdicts: dict[str, Verdict]) -> dict[str, tuple[str, str]]:
-    """Return (state, what it rests on) by hypothesis."""
     return {text: (state, why) for text, state, why in decide(verdicts).hypotheses}
 
 
-def rows(names: tuple[str, ...], *, hangs: bool) -> dict[str, Verdict]:
-    return {name: a_verdict(name, hangs=hangs, backend="gloo") for name in names}
+WAYS: dict[str, tuple[Fails, range, str, float]] = {
+    "a branch": (has_sel, FEW, "fix the backward of branch sel (a.py:3 in backward)", 0.9),
+    "on ranks": (sel_on_ranks, MANY, "fix the backward of branch sel (a.py:3 in backward), with DDP", 0.9),
+    "the gates": (has_gates, MANY, "look at the gates", 0.8),
+    "the gates, not tested": (has_gates, FEW, "look at what needs all branches at once", 0.8),
+    "some layers": (recomputes(0), MANY, "look at gradient checkpointing, layers 0 to 5:", 0.8),
+    "a half of them": (recomputes(8), FEW, "look at gradient checkpointing, layers 6 to 11:", 0.8),
+    "a half alone": (named("gc_bisect_layers_6_11"), MANY, "look at gradient checkpointing of layers 6 to 11 alone:", 0.8),
+    "the graph": (lambda n, f: is_ddp(n, f) and not f["parallel.static_graph"], FEW, "enable static_graph in production", 0.8),
+    "NSA": (lambda n, f: f["model.attention"] == "nsa", MANY, "look at NSA's own backward (a.py:3 in backward)", 0.8),
+    "the control": (lambda n, f: f["model.attention"] == "dense", MANY, "look at plain attention, the control", 0.8),
+    "both models": (everything, MANY, "look at what both models share", 0.9),
+    "DDP's reducer": (is_ddp, MANY, "in production move to FSDP", 0.9),
+    "FSDP": (lambda n, f: f["parallel.mode"] == "fsdp", MANY, "look at FSDP", 0.8),
+    "a kernel": (lambda n, f: f["model.backend"] != "math", MANY, "look at the fused kernels", 0.8),
+    "a tracer, or a step": (lambda n, f: f["trace.ddp_buckets"], FEW, "look at what trace.ddp_buckets = True or", 0.5),
+    "accumulation": (named("accumulation"), MANY, "look at what train.accumulation >= 2 changes", 0.8),
+    "a twin passes": (named("gc_baseline_full"), MANY, "contradictory: repeat the run", 0.3),
+    "one of two runs": (named("ddp_gloo_sanity"), FEW, "contradictory: repeat the run", 0.3),
+    # Safe mode stops the gates, too, and fails all the same: by which of the things that it sets no control shows.
+    "rows without a control": (lambda n, f: has_gates(n, f) or n.startswith("safe_mode"), MANY, "look at the gates", 0.8),
+}  # fmt: skip
 
 
-def test_rows_without_checkpointing_that_fail_too_refute_it() -> None:
-    """Selection's backward hangs in every process; before, checkpointing was blamed, 90% sure."""
-    failing = (*TOGETHER, "branch_sel_only", "ddp_static_graph", *ONE_PROCESS)
-    verdicts = plan(*failing) | rows(WITHOUT_CHECKPOINTING, hangs=True)
-    decision = decide(verdicts)
-    assert decision.action.startswith("fix the backward of branch sel")
-    assert decision.path[0].endswith(f"and without checkpointing, which it is not: {', '.join(WITHOUT_CHECKPOINTING)}")
-    found = states(verdicts)
-    assert found[CHECKPOINTS] == (
-        "refuted", f"it fails without checkpointing too: {', '.join(WITHOUT_CHECKPOINTING)}",
-    )  # fmt: skip
-    for text in ("the graph changes from step to step", "NCCL's transport stalls"):
-        assert found[text][0] == "refuted"
-        assert "it fails in one process too" in found[text][1]
-        assert "gc_baseline_full" in found[text][1]
-
-
-def test_the_only_branch_that_fails_is_named_though_all_rows_are_checkpointed() -> None:
-    """As `make plan` runs it, without the controls of later phases."""
-    verdicts = plan(*TOGETHER, "branch_sel_only", "ddp_static_graph", *ONE_PROCESS)
-    assert decide(verdicts).action.startswith("fix the backward of branch sel")
-    assert states(verdicts)[CHECKPOINTS] == (
-        "refuted",
-        "branch sel alone fails; branch_cmp_only, branch_win_only, checkpointed alike, pass",
-    )
-    spared = decide(verdicts | rows(WITHOUT_CHECKPOINTING, hangs=False))
-    assert spared.action.startswith("fix the backward of branch sel, where its layers are checkpointed: one_process_")
-
-
-def test_checkpointing_is_confirmed_by_what_passes_without_it_alone() -> None:
-    verdicts = plan(*PLAN)
-    unsure = decide(verdicts)
-    assert unsure.action.startswith("look at gradient checkpointing")
-    assert unsure.confidence <= 0.5
-    assert states(verdicts)[CHECKPOINTS][0] == "not tested"
-    verdicts |= rows(WITHOUT_CHECKPOINTING, hangs=False)
-    sure = decide(verdicts)
-    assert sure.action.startswith("look at gradient checkpointing")
-    assert sure.confidence == 0.9
-    assert states(verdicts)[CHECKPOINTS][0] == "confirmed"
-    assert f"does it pass without checkpointing? yes: {', '.join(WITHOUT_CHECKPOINTING)}" in sure.path
+@pytest.mark.parametrize(("fails", "phases", "action", "confidence"), WAYS.values(), ids=WAYS)
+def test_the_factor_that_failing_rows_need_is_named(
+    fails: Fails, phases: range, action: str, confidence: float
+) -> None:
+    decision = decide(plan(fails, phases))
+    assert decision.action.startswith(action)
+    assert decision.confidence >= confidence
+    assert (decision.confidence <= 0.5) == (confidence <= 0.5)
+    (number,) = (i for i, question in enumerate(decision.tree) if decision.taken in question[1:])
+    assert f"e{number}_{decision.tree[number].index(decision.taken) - 1} taken" in mermaid(decision)[-1]
+    drawn = str(way(decision))
+    assert len(re.findall(r'<path[^>]*class="exit taken"', drawn)) == 1
+    assert all(escape(text.split()[-1]) in drawn for question in decision.tree for text in question)
 
 
 @pytest.mark.parametrize(
-    ("hangs", "action", "in_together"),
+    ("spared", "phases", "action"),
     [
-        (False, "look at NSA's own backward (a.py:3 in f)", "confirmed"),
-        (True, "look at what both models share", "refuted"),
+        (("ddp_gloo_sanity",), FEW, "look at NCCL's transport"),
+        (("ddp_gloo_sanity", "nccl_p2p_disabled"), MANY, "look at the link between the GPUs"),
+        ((), MANY, "look at what ranks do"),
     ],
 )
-def test_plain_attention_is_the_control_of_nsa(hangs: bool, action: str, in_together: str) -> None:
-    vanilla = {"vanilla_attention": a_verdict("vanilla_attention", hangs=hangs)}
-    verdicts = plan(*PLAN, where="a.py:3 in f") | rows(WITHOUT_CHECKPOINTING, hangs=True) | vanilla
-    assert decide(verdicts).action.startswith(action)
-    branches = states(verdicts)["one branch's own backward does not signal its gradients"]
-    assert branches[0] == "refuted"
-    assert branches[1].endswith("; vanilla_attention fails too" if hangs else "; vanilla_attention passes")
-    together = plan(*TOGETHER, "ddp_static_graph") | vanilla
-    assert states(together)["the branches depend on each other"][0] == in_together
-    assert decide(together).action.startswith("look at the gates") is not hangs
+def test_gloo_is_the_control_of_nccl(spared: tuple[str, ...], phases: range, action: str) -> None:
+    def fails(name: str, f: Facts) -> bool:
+        return (
+            f["parallel.mode"] != "none" and name not in spared and not (len(spared) > 1 and f["env.NCCL_P2P_DISABLE"])
+        )
+
+    verdicts = plan(fails, phases, advice="look at what ranks do")
+    backends = {n: "gloo" if "parallel.backend" in ROWS[n].overrides else "nccl" for n in verdicts}
+    assert decide({n: replace(v, backend=backends[n]) for n, v in verdicts.items()}).action.startswith(action)
 
 
-def test_gates_whose_gradient_is_stopped_refute_the_gates() -> None:
-    stopped = {"stop_gate_gradient": a_verdict("stop_gate_gradient", hangs=True)}
-    verdicts = plan(*TOGETHER, "ddp_static_graph") | stopped
-    assert not decide(verdicts).action.startswith("look at the gates")
-    assert "nor is it the gates: stop_gate_gradient fails too" in " ".join(decide(verdicts).path)
-    state, why = states(verdicts)["the branches depend on each other"]
-    assert (state, "stop_gate_gradient" in why) == ("refuted", True)
+@pytest.mark.parametrize("name", sorted(CORE))
+def test_a_row_that_ran_out_of_time_answers_nothing(name: str) -> None:
+    slow = a_verdict(name, cause="slow", outcome="SLOW")
+    alone = decide(plan(named()) | {name: slow})
+    assert alone.action == f"run again with more time, as they made progress until the end: {name}"
+    assert "confirmed" not in {state for _, state, _ in alone.hypotheses}
+    both = decide(plan(has_gates, MANY) | {name: slow})
+    assert both.action.startswith("look at the gates")
+    assert name in both.action
 
 
-def shared_failure(name: str, ranks: tuple[int, ...], world_size: int) -> Verdict:
-    return Verdict(
-        scenario=name, nodeid=name, outcome="FAIL", cause="assertion", ranks=ranks, world_size=world_size, confidence=0.95,
-        reason="RuntimeError: no such kernel", where="a.py:3 in backward", backend="gloo",
-    )  # fmt: skip
+def test_a_matched_pair_differs_in_the_factor_alone() -> None:
+    static = next(factor for factor in factors(False) if factor.name == "plain DDP")
+    found = matched(static, ["ddp_onestep_trace", "ddp_two_steps"], ["ddp_static_graph"], FACTS)
+    assert found == (("ddp_two_steps", "ddp_static_graph"),)
+    for row in TABLE:  # each branch, and the static graph, has one
+        if row.phase in (3, 4) and row.name != "ddp_two_steps":
+            assert len(FACTS[row.name].items() - FACTS["ddp_two_steps"].items()) == 1, row.name
 
 
-def test_what_all_ranks_raise_is_the_model_s_and_goes_through_the_tree() -> None:
-    """Before, an assertion ended the tree: 'no rank is to blame'."""
-    failing = (*TOGETHER, "branch_sel_only", "ddp_static_graph", *ONE_PROCESS)
-    verdicts = plan() | {
-        name: shared_failure(name, (0,) if name in ONE_PROCESS else (0, 1), 1 if name in ONE_PROCESS else 2)
-        for name in failing
-    }
-    assert decide(verdicts).action == "fix the backward of branch sel (a.py:3 in backward)"
-    of_a_rank = plan() | {name: shared_failure(name, (1,), 2) for name in failing[:4]}
-    assert (
-        decide(of_a_rank).path[0]
-        == "is every failure the ranks' own, and not the model's? yes: assertion; the tree ends here"
-    )
+def test_what_no_row_separates_is_not_decided_and_the_next_row_is_named() -> None:
+    why = explain(("ddp_onestep_trace", "ddp_gloo_sanity"), ["ddp_two_steps"], FACTS, factors(False))
+    assert len(why.hypotheses()) > 1
+    assert not any(why.pairs.values())
+    assert separating(why, ["ddp_static_graph"], FACTS) == ""
+    assert separating(why, ["ddp_static_graph", "gc_boundaries"], FACTS) == "gc_boundaries"
+    assert "run manual_averaging (--phases 7 -k manual_averaging)" in decide(plan(is_ddp)).action
+    assert states(plan(is_ddp))["DDP's reducer loses gradients"][0] == "not tested"
 
 
-def test_a_criterion_that_one_row_misses_is_the_action() -> None:
-    verdicts = plan() | {"batch_4": shared_failure("batch_4", (0, 1), 2)}
-    assert decide(verdicts).action == "mend what batch_4 found: RuntimeError: no such kernel (a.py:3 in backward)"
+def test_two_faults_are_two_decisions_the_larger_first() -> None:
+    verdicts = plan(sel_on_ranks, MANY)
+    verdicts["branch_cmp_only"] = a_verdict("branch_cmp_only", cause="rank_died", outcome="CRASH", confidence=1.0)
+    verdicts["gc_boundaries"] = a_verdict("gc_boundaries", cause="nan_loss", outcome="FAIL", where="b.py:9 in g")
+    decision = decide(verdicts)
+    assert decision.action.startswith("fix the backward of branch sel")
+    others = [step for step in decision.path if step.startswith("is there another fault?")]
+    assert [("branch_cmp_only" in step, "gc_boundaries" in step) for step in others] == [(False, True), (True, False)]
 
 
-def test_the_order_in_which_gradients_become_ready_is_a_hypothesis() -> None:
-    text = "gradients become ready in another order on some rank"
-    verdicts = plan(*TOGETHER)
-    state, why = states(verdicts)[text]
-    assert (state, why.startswith("they come in one order on all ranks in branch_cmp_only, ")) == ("refuted", True)
-    apart = verdicts | {TOGETHER[0]: replace(verdicts[TOGETHER[0]], figures={"ready_orders": 2.0})}
-    assert states(apart)[text] == ("confirmed", "the ranks' gradients came in 2 orders in ddp_onestep_trace")
-    passes = plan() | {"accumulation": replace(plan()["branch_sel_only"], figures={"ready_orders": 2.0})}
-    assert hypotheses_of(passes)[text] == (
-        "refuted",
-        "they come in another order in accumulation, which passes all the same",
-    )
-    stalled = {name: a_verdict(name, hangs=True) for name in PLAN}
-    assert states(stalled)[text][0] == "not tested"
+def test_what_is_the_ranks_own_is_advised_by_its_cause() -> None:
+    killed = decide(plan(is_ddp, cause="rank_died", outcome="CRASH", ranks=(1,), advice="look for who sent the signal"))
+    assert killed.action.startswith("look for who sent the signal")
+    assert killed.taken == "yes: do as its cause advises"
+    flaky = decide(plan(named("ddp_onestep_trace"), cause="rank_exception", ranks=(1,)))
+    assert flaky.action.startswith("contradictory: repeat the run")
 
 
-def hypotheses_of(verdicts: dict[str, Verdict]) -> dict[str, tuple[str, str]]:
-    """Return them of a run in which nothing may fail: the decision has none then."""
-    return {text: (state, why) for text, state, why in table(verdicts)}
+@pytest.mark.parametrize(
+    ("fails", "action"),
+    [
+        (("gc_boundaries", "gc_inplace_writes"), "take the write out of the checkpointed region: by gc_inplace_writes"),
+        (("gc_boundaries",), "look at gradient checkpointing: by gc_boundaries"),
+    ],
+)
+def test_what_a_check_of_checkpointing_found_is_the_action(fails: tuple[str, ...], action: str) -> None:
+    fields = {"cause": "assertion", "outcome": "FAIL", "where": "tests_cpu/plan/health.py:9 in before_step"}
+    found = {name: a_verdict(name, reason=f"AssertionError: by {name}", **fields) for name in fails}
+    assert decide(plan(named()) | found).action == action
+    assert action in decide(plan(recomputes(0)) | found).action
 
 
-def test_missing_on_one_rank_alone_is_said() -> None:
-    lost = {"parameters_missing": ("blocks.4.attn.gate.fc2.weight", "blocks.4.attn.gate.fc1.bias")}
-    verdicts = plan(*PLAN[:6], cause="unused_parameters", world_size=2, **lost)
-    assert decide(verdicts).action.startswith(
+def test_how_far_rows_get_and_the_same_missing_parameters_are_named() -> None:
+    assert decide(plan(has_sel, cause="nan_loss")).action.startswith("fix the forward of branch sel")
+    update = decide(plan(everything, where="nsa/training/trainer.py:246 in _optimize", advice="look"))
+    assert update.action.endswith("they fail in the update at nsa/training/trainer.py:246 in _optimize")
+    lost = ("blocks.4.attn.gate.fc2.weight", "blocks.4.attn.gate.fc1.bias")
+    verdicts = plan(is_ddp, ranks=(1,), cause="unused_parameters", parameters_missing=lost)
+    decision = decide(verdicts)
+    assert decision.action.startswith(
         "look in the module that owns them (blocks.4.attn.gate), on rank 1 alone, for what"
     )
     assert states(verdicts)["a step leaves parameters unused"][0] == "confirmed"
+    assert "gradients are missing in 7 of them" in decision.readiness
+    stalled = decide(plan(everything, parameters_missing=lost))
+    assert stalled.action == "look for in-place operations in the module that owns them (blocks.4.attn.gate.fc1)"
+    assert "gradients are missing" not in stalled.readiness
 
 
-def test_ranks_that_could_not_be_started_tell_nothing_of_the_model() -> None:
-    refused = {
-        name: Verdict(
-            scenario=name, nodeid=name, outcome="FAIL", cause="unknown", rule="engine.refused",
-            reason="the ranks could not be started: no room",
-        )
-        for name in PLAN
-    }  # fmt: skip
+def test_the_table_of_factors_has_every_row_and_marks_pairs() -> None:
+    columns = decide(plan(sel_on_ranks, MANY)).columns()
+    assert list(columns) == ["branch sel", "DDP", "sets", "matched pair"]
+    assert columns["sets"]["branch_cmp_only"] == "force_branch cmp"
+    pair = columns["matched pair"]["branch_cmp_only"].removeprefix("pair ")
+    assert pair in columns["matched pair"]["branch_sel_only"].removeprefix("pair ").split(", ")
+    assert columns["branch sel"].keys() == plan(named(), MANY).keys()
+
+
+def test_the_sentence_names_scenario_rank_line_and_cause() -> None:
+    one = plan(sel_on_ranks, ranks=(1,), reason="it waits")
+    assert decide(one).sentence == (
+        "branch_sel_only ends in HANG (lock_deadlock) on rank 1 at a.py:3 in backward: it waits. "
+        "5 of 10 scenarios fail, all with this cause."
+    )
+    several = one | {"branch_cmp_only": a_verdict("branch_cmp_only", cause="sleeping")}
+    assert decide(several).sentence.endswith("6 of 10 scenarios fail, of 2 causes: lock_deadlock 5, sleeping 1.")
+
+
+def test_a_run_without_failures_and_one_without_scenarios() -> None:
+    assert decide(plan(named())).sentence == "Nothing is wrong: of 10 scenarios, 10 passed."
+    expected = {"a": Verdict(nodeid="a", outcome="FAIL", expected=True), "b": Verdict(nodeid="b", outcome="SKIP")}
+    assert decide(expected).sentence == "Nothing is wrong: of 2 tests, 1 failed as expected, 1 skipped."
+    assert without_a_plan.decide({}).sentence == "Nothing was run on ranks."
+    verdict = Verdict(nodeid="t", outcome="FAIL", cause="rank_exited", ranks=(0,), advice="stay", confidence=0.9)
+    decision = without_a_plan.decide({"t": verdict})
+    assert (decision.path, decision.action[:4]) == (("do the verdicts name one cause? yes: rank_exited",), "stay")
+    long = replace(decision, path=("one cause? no: lock_deadlock, rank_died, oom", "others? no"))
+    assert re.findall(r'class="answer">([^<]*)<', str(way(long))) == ["no: lock_deadlock, rank_died,", "oom", "no"]
+
+
+def test_ranks_that_could_not_be_started_show_nothing_of_the_model() -> None:
+    fields = {
+        "outcome": "FAIL",
+        "cause": "unknown",
+        "rule": "engine.refused",
+        "reason": "the ranks could not be started: no room",
+    }
+    refused = plan(everything, **fields)
     decision = decide(refused)
-    assert decision.sentence == "The ranks could not be started: no room. 9 of 9 scenarios did not run."
-    assert {state for _, state, _ in decision.hypotheses} == {"not tested"}
-    assert "9 of the 9 of phases 1 to 5 did not run" in decision.readiness
-    # Where some could, they decide: here those of one process say nothing.
-    some = plan(*TOGETHER, "branch_sel_only", "ddp_static_graph") | {name: refused[name] for name in ONE_PROCESS}
+    assert decision.sentence == "The ranks could not be started: no room. 10 of 10 scenarios did not run."
+    assert "10 of the 10 of phases 1 to 5 did not run" in decision.readiness
+    assert "confirmed" not in {state for state, _ in states(refused).values()}
+    some = plan(has_sel) | {name: v for name, v in refused.items() if name.startswith("gc_bisect")}
     assert decide(some).action.startswith("fix the backward of branch sel")
 
 
-def every_way() -> list[dict[str, Verdict]]:
-    """Return tables of verdicts that lead to every exit of the tree."""
-    missing = {"parameters_missing": ("blocks.4.attn.gate.fc1.weight",)}
-    on_gloo = {name: a_verdict(name, hangs=name == TOGETHER[0], backend="gloo") for name in PLAN}
-    without = rows(WITHOUT_CHECKPOINTING, hangs=True)
-    vanilla = {
-        failing: {"vanilla_attention": a_verdict("vanilla_attention", hangs=failing)} for failing in (False, True)
+@pytest.mark.parametrize(
+    ("peak_mib", "rate", "end"),
+    [
+        (9000, 5120, "at production size on a GPU; at most 9.4 GB a rank, at least 5,120 tokens/s."),
+        (29000, 5120, "a rank takes 30.4 GB, where 30 are allowed."),
+        (9000, 12, "12 tokens/s, where 50 are needed."),
+        (0, 0, "memory and throughput at production size were not measured (no GPU)."),
+    ],
+)
+def test_ready_for_production_by_its_criteria(peak_mib: float, rate: float, end: str) -> None:
+    long = Verdict(nodeid="s", outcome="PASS", figures={"peak_gpu_mib": peak_mib, "tokens_per_s": rate})
+    assert decide({**plan(named()), "stability_100": long}).readiness.endswith(end)
+
+
+def test_the_order_in_which_gradients_become_ready_is_a_hypothesis() -> None:
+    verdicts = plan(named("ddp_static_graph"))
+    assert states(verdicts)[READY_ORDER][0] == "refuted"
+    two = {
+        name: replace(verdicts[name], figures={"ready_orders": 2.0}) for name in ("ddp_static_graph", "ddp_two_steps")
     }
-    return [
-        plan(*PLAN[:6], cause="rank_died"),
-        plan() | {"gc_inplace_writes": checked("gc_inplace_writes", hangs=True)},
-        plan() | {"gc_boundaries": checked("gc_boundaries", hangs=True)},
-        plan("gc_baseline_full"), on_gloo, plan(*TOGETHER, *BRANCHES),
-        plan(*TOGETHER, "branch_sel_only", "ddp_static_graph"), plan(*TOGETHER, "ddp_static_graph"),
-        plan(*TOGETHER, *BRANCHES, "ddp_static_graph", **missing),
-        plan(*PLAN) | without | vanilla[False], plan(*PLAN) | without | vanilla[True],
-        plan(*TOGETHER, *BRANCHES, "ddp_static_graph"),
-        plan("ddp_onestep_trace", *BRANCHES, "ddp_static_graph"),
-        {n: v for n, v in plan("ddp_onestep_trace", *BRANCHES, "ddp_static_graph").items() if n != "ddp_gloo_sanity"},
-    ]  # fmt: skip
+    assert states(verdicts | two)[READY_ORDER] == (
+        "confirmed",
+        "the ranks' gradients came in 2 orders in ddp_static_graph",
+    )
+    assert states(verdicts | {"ddp_two_steps": two["ddp_two_steps"]})[READY_ORDER][0] == "refuted"
+    assert states(plan(everything))[READY_ORDER][0] == "not tested"
 
 
-def test_every_exit_of_the_tree_is_taken_by_some_run() -> None:
-    decisions = [decide(verdicts) for verdicts in every_way()]
-    exits = [exit_ for row in decisions[0].tree for exit_ in row[1:]]
-    assert [decision.taken for decision in decisions] == exits
-
-
-@pytest.mark.parametrize("verdicts", every_way())
-def test_the_tree_is_drawn_with_the_way_taken(verdicts: dict[str, Verdict]) -> None:
-    decision = decide(verdicts)
-    drawn = str(way(decision))
-    for row in decision.tree:
-        assert all(escape(text.split()[-1]) in drawn for text in row)
-    assert len(re.findall(r'<path[^>]*class="exit taken"', drawn)) == 1
-    assert drawn.count('class="box end"') >= 2
-    lines = mermaid(decision)
-    assert lines[0] == "flowchart TD"
-    number = next(i for i, row in enumerate(decision.tree) if decision.taken in row)
-    assert f"e{number}_{decision.tree[number].index(decision.taken) - 1} taken" in lines[-1]
-
-
-def test_a_long_answer_has_several_lines_in_the_drawing() -> None:
-    asked = replace(decide(plan()), tree=(), path=("one cause? no: lock_deadlock, rank_died, oom", "others? no"))
-    drawn = str(way(asked))
-    assert re.findall(r'class="answer">([^<]*)<', drawn) == ["no: lock_deadlock, rank_died,", "oom", "no"]
-
-
-def test_one_cause_has_the_headline_of_its_scenario_and_several_are_counted() -> None:
-    one = plan(*TOGETHER, "branch_sel_only")
-    assert decide(one).sentence.startswith("branch_sel_only ends in HANG (lock_deadlock) on rank 1")
-    assert decide(one).sentence.endswith("3 of 9 scenarios fail, all with this cause.")
-    several = {**one, "branch_cmp_only": a_verdict("branch_cmp_only", hangs=True, cause="sleeping")}
-    assert decide(several).sentence.endswith("4 of 9 scenarios fail, of 2 causes: lock_deadlock 3, sleeping 1.")
+def test_variables_that_are_exported_change_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NSA_FORCE_BRANCH": "win", "NSA_GC_RANGE": "nothing", "NSA_DDP_STATIC_GRAPH": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert facts_by_name.__wrapped__(False) == FACTS

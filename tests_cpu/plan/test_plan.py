@@ -13,7 +13,8 @@ import pytest
 import nsa.training.metrics
 import nsa.training.trainer  # noqa: F401  (ranks are forked from the process that collects: else each imports it, for a second)
 from pytest_nsa.fixtures import Group
-from tests_cpu.plan.running import run
+from pytest_nsa.marks import LayerRange
+from tests_cpu.plan.running import bisected, run
 from tests_cpu.plan.scenarios import CPU, REAL_ON_CPU, Scenario, Size, rows
 
 
@@ -27,5 +28,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("row", rows(size_of(metafunc.config)))
 
 
-def test_scenario(row: Scenario, group: Group, artifacts: Path, fault: str | None, pytestconfig: pytest.Config) -> None:
-    run(row, size_of(pytestconfig), group, artifacts, fault, pytestconfig.getoption("--fault-rank"))
+def test_scenario(
+    row: Scenario,
+    group: Group,
+    artifacts: Path,
+    fault: str | None,
+    branch: str | None,
+    gc_range: LayerRange | None,
+    pytestconfig: pytest.Config,
+) -> None:
+    culprit = pytestconfig.getoption("--fault-rank")
+    run(row, size_of(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))

@@ -1,0 +1,66 @@
+"""Whether a run of the plan shows that the model is ready for production, and by which criteria."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pytest_nsa.diagnosis.decision import REFUSED
+from pytest_nsa.diagnosis.verdict import Verdict
+from tests_cpu.plan.scenarios import SEEDS
+
+# Production's criteria: a rank's memory with checkpointing, and the tokens that all ranks train on.
+MAX_GPU_BYTES, MIN_TOKENS_PER_S = 30e9, 50
+CORE = tuple(row.name for row in SEEDS)
+LONG = ("stability_100", "fsdp_synthetic_200", "fsdp_fineweb_300", "fsdp_diagnosed_500")
+
+Verdicts = Mapping[str, Verdict]
+
+
+def tells(verdict: Verdict) -> bool:
+    """Return whether a row ran: it was not skipped or cut off, and had ranks."""
+    return verdict.outcome not in ("SKIP", "INTERRUPTED") and verdict.rule != REFUSED
+
+
+def readiness(verdicts: Verdicts) -> str:
+    """Return whether the run shows that the model is ready for production, and by which criteria."""
+    lacking = [name for name in CORE if name not in verdicts or not tells(verdicts[name])]
+    failed = [name for name, v in verdicts.items() if v.failed]
+    missing = sum(v.cause == "unused_parameters" for v in verdicts.values() if v.failed)  # a stall's were still to come
+    reasons = []
+    if failed:
+        reasons.append(f"{len(failed)} scenarios fail" if len(failed) > 1 else f"{failed[0]} fails")
+    if missing:
+        reasons.append(f"gradients are missing in {missing} of them")
+    if lacking:
+        reasons.append(f"{len(lacking)} of the {len(CORE)} of phases 1 to 5 did not run")
+    measured = _measured(verdicts)
+    if measured is None:
+        reasons.append("memory and throughput at production size were not measured (no GPU)")
+    else:
+        reasons += measured.unmet
+    if reasons:
+        return f"Not ready for production: {'; '.join(reasons)}."
+    told = "" if measured is None else f"; {measured.said}"
+    return f"Ready for production: every scenario passes, no gradient is missing, at production size on a GPU{told}."
+
+
+class _Measured(NamedTuple):
+    said: str
+    unmet: list[str]
+
+
+def _measured(verdicts: Verdicts) -> _Measured | None:
+    """Return production's criteria as the long scenarios measured them on a GPU; None where none did."""
+    figures = [verdicts[name].figures for name in LONG if name in verdicts]
+    peaks = [f["peak_gpu_mib"] * (1 << 20) for f in figures if f.get("peak_gpu_mib")]
+    rates = [f["tokens_per_s"] for f in figures if f.get("peak_gpu_mib") and "tokens_per_s" in f]
+    if not peaks or not rates:
+        return None
+    peak, rate = max(peaks), min(rates)
+    unmet = []
+    if peak >= MAX_GPU_BYTES:
+        unmet.append(f"a rank takes {peak / 1e9:.1f} GB, where {MAX_GPU_BYTES / 1e9:.0f} are allowed")
+    if rate <= MIN_TOKENS_PER_S:
+        unmet.append(f"{rate:,.0f} tokens/s, where {MIN_TOKENS_PER_S} are needed")
+    return _Measured(f"at most {peak / 1e9:.1f} GB a rank, at least {rate:,.0f} tokens/s", unmet)
