@@ -3,7 +3,7 @@
     python benchmarks/first_divergence.py --json benchmarks/results/first_divergence.json
 
 In each program a value of one rank is wrong at some step. 1 to 200 calls later the ranks part by it. The programs differ in form,
-in the depth of calls, in the number of ranks, and in what ranks do alone beside. Their healthy twins run with the recording on:
+in the depth of calls, in the number of ranks, and in what single ranks also do. Their healthy twins run with the recording on:
 no statement may be named.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict, describe_ranks
+from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Verdict, describe_ranks
 from pytest_nsa.evidence.source import is_below
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
@@ -14,7 +14,6 @@ from pytest_nsa.flow.first import FirstDivergence, find_first, find_other_values
 from pytest_nsa.flow.read import FILE, read_flow
 from pytest_nsa.flow.reasons import LEFT
 
-SECOND_RUN = "second_run"  # the kind of the fact that states what a second run showed
 # The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
 # who sends or sets it, part by right.
 BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
@@ -40,9 +39,9 @@ def _find(evidence: Evidence, odd: Sequence[int], below: Path | None) -> FirstDi
     flows = [flow for flow in read if flow is not None]
     if len(flows) < 2:
         return None
-    for frame in (frame for flow in flows for frame in flow.frames.values() if below is not None):
-        if below is not None and not is_below(frame.file, below):
-            frame.file = ""
+    if below is not None:
+        for frame in (frame for flow in flows for frame in flow.frames.values()):
+            frame.file = frame.file if is_below(frame.file, below) else ""
     if odd:
         present = {flow.rank for flow in flows}
         return find_other_values(flows, evidence.members, [rank for rank in odd if rank in present])

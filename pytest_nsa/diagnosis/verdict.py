@@ -17,6 +17,7 @@ SCHEMA = 2  # 2: stalled_s, which was stood_still_s
 NO_RANK = -1  # the rank of a fact that concerns no rank in particular
 FACT_IN_FILE = {"text": "says"}  # fields of a fact with another name in verdict.json
 RULE_FAILED = "rule_failed"  # the kind of the fact that one of our rules raised an exception
+SECOND_RUN = "second_run"  # of the fact that states what a second run showed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,10 +120,8 @@ class Pair:
                     return found
                 i, j = i + 1, j + 1
                 continue
-            if (
-                here is None or there is None or i == 0 or j == 0
-            ):  # one is still in the statement that the other has finished
-                return None
+            if here is None or there is None or 0 in (i, j):
+                return None  # one is still in the statement that the other has finished
             met = _meet(source, a, mine, i, b, others, j)
             if met is None and self._are_roles(a, i - 1, b, j - 1):
                 return None
@@ -191,15 +189,12 @@ class Pair:
         mine, others = self._calls_from(self.one, a, i), self._calls_from(self.other, b, j)
         if min(len(mine), len(others)) < 2:
             return False
-        return self._collectives(self.one, mine) == self._collectives(self.other, others)
+        mine, others = ([c for c in calls if c.kind in COLLECTIVES] for calls in (mine, others))
+        return self.shared(self.one, mine) == self.shared(self.other, others)
 
     def _calls_from(self, flow: Flow, frame: Frame, index: int) -> list[Call]:
         before = len(frame.calls_from(-1, index))
         return flow.calls.get(frame.thread, [])[frame.begun_at + before :]
-
-    def _collectives(self, flow: Flow, calls: Sequence[Call]) -> list[Key]:
-        found = ((call, self.key_of(flow, call)) for call in calls)
-        return [key for call, key in found if key is not None and call.kind == "collective"]
 
     def _began_the_same(self, a: Frame, i: int, i2: int, b: Frame, j: int, j2: int) -> bool:
         """Return whether both began the same shared calls from a statement on until they meet."""

@@ -50,11 +50,9 @@ class Frame:
 
     By index of the line: ``children``; ``values`` (name -> text) that the line set, ``reads`` by which it decided, ``raised``,
     and the ``calls`` that it began, also those in functions that it called. The thread had begun ``begun_at`` calls before.
-    ``is_cut``: its begin was not kept.
     """
 
     number: int
-    parent: int
     file: str
     name: str
     first: int
@@ -72,7 +70,6 @@ class Frame:
     raised: dict[int, str] = field(default_factory=dict)
     is_open: bool = True  # it had not returned when the recording ended
     returned: str = ""
-    is_cut: bool = False
     above: Frame | None = field(default=None, repr=False)
     above_at: int = -1  # index of the parent's line
 
@@ -116,7 +113,7 @@ class Flow:
         inner: Frame | None = None
         while frame is not None and at >= 0:
             lines, sets_at = frame.lines[at:], frame.sets_at[at:]
-            cut = replace(frame, lines=lines, sets_at=sets_at, is_cut=True, above=None, above_at=-1)
+            cut = replace(frame, lines=lines, sets_at=sets_at, above=None, above_at=-1)
             for held in ("calls", "children", "values", "reads", "raised"):
                 setattr(cut, held, {k - at: v for k, v in getattr(frame, held).items() if k >= at})
             cut.begun_at = number
@@ -203,7 +200,7 @@ class _Reader:
                 return
 
     def _enter(self, number: int, parent: int, code: int, thread: int) -> Frame:
-        frame = Frame(number, parent, *self.codes[code], thread)
+        frame = Frame(number, *self.codes[code], thread)
         frame.begun_at = len(self.flow.calls.setdefault(thread, []))
         self.frames[number] = frame
         self._place(frame, parent)
@@ -225,7 +222,6 @@ class _Reader:
         known = self.flow.calls.setdefault(thread, [])
         known += [_LOST] * (calls - len(known))
         frame = self._enter(number, parent, code, thread)
-        frame.is_cut = True
         frame.lines.append(line)
         frame.sets_at.append(len(self.flow.sets))
 

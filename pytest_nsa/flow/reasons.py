@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -100,12 +100,8 @@ def _differing_values(
     line = frames[0].lines[at[0]] if 0 <= at[0] < len(frames[0].lines) else frames[0].first
     for name in _names(read_source(frames[0].file).statement(line)):
         mine, others = (_value(of, f, k, name) for of, f, k in zip(flows, frames, at, strict=True))
-        if mine is None or others is None or mine.text == others.text:
-            continue
-        yield (
-            name,
-            _setter(flows[0], mine, name), _setter(flows[1], others, name),
-        )  # fmt: skip
+        if mine is not None and others is not None and mine.text != others.text:
+            yield name, _setter(flows[0], mine, name), _setter(flows[1], others, name)
 
 
 def _names(statement: Statement) -> list[str]:
@@ -250,14 +246,9 @@ def side(parting: Parting, which: int) -> str:
     if parting.kind == "argument":
         call = parting.calls[which]
         assert call is not None
-        extra: Mapping[str, object] = {"group": call.group} if call.group not in ("", "0") else {}
-        words = [
-            call.op,
-            call.what,
-            *(f"{k} {v}" for k, v in extra.items()),
-            f"root {call.root}" if call.root >= 0 else "",
-        ]
-        return " ".join(filter(None, words))
+        group = f"group {call.group}" if call.group not in ("", "0") else ""
+        root = f"root {call.root}" if call.root >= 0 else ""
+        return " ".join(filter(None, (call.op, call.what, group, root)))
     if parting.kind == "callee":
         names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function of the program"
         begun = ", ".join(dict.fromkeys(call.op for call in frame.calls.get(at, ())))

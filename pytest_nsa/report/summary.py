@@ -14,7 +14,6 @@ from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.report.decision_tree import mermaid
-from pytest_nsa.report.divergence import describe_divergence
 from pytest_nsa.report.plain import cell, code, inline, markdown
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.wire.files import read_lines, read_object
@@ -186,6 +185,8 @@ def _linked(where: str, blob: str | None) -> str:
 
 
 def _verdict(entry: Entry) -> list[str]:
+    from pytest_nsa.report.divergence import describe_divergence  # for a failure alone
+
     v = entry.verdict
     group = ", ".join(markdown(part) for part in (v.backend, v.parallel) if part not in ("", "none"))
     out = [

@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.diagnosis.divergence import SECOND_RUN
-from pytest_nsa.diagnosis.verdict import Verdict, by_ranks, runs_of
+from pytest_nsa.diagnosis.verdict import SECOND_RUN, Verdict, by_ranks, runs_of
 from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
-from pytest_nsa.report.divergence import describe_divergence
 from pytest_nsa.report.plain import visible
 
 MOST_LINES = 12
@@ -68,6 +66,8 @@ def _sure(verdict: Verdict) -> str:
 
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     """Return the verdict in at most twelve lines."""
+    from pytest_nsa.report.divergence import describe_divergence  # not before a failure: sessions that pass do without
+
     diverged = [short_place(line) for line in describe_divergence(verdict)]
     is_why = bool(diverged) and verdict.where == verdict.first_divergence.get("where")
     out = [headline(verdict), *([] if is_why else [f"  why      {short_place(verdict.reason)}"]), *diverged]

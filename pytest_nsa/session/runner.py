@@ -14,7 +14,6 @@ import pytest
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.flow.read import FILE
 from pytest_nsa.monitor.announcements import Suspicions
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.monitor.output import LiveOutput, OutputLimit
@@ -183,7 +182,7 @@ class RankRunner:
         self._second_runs += 1
         limit = second_run.limit_of(evidence)
         self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
-        from pytest_nsa.diagnosis.divergence import compare_runs  # not before the first failure
+        from pytest_nsa.diagnosis.divergence import FILE, compare_runs  # not before the first failure
 
         tried = second_run.variation_of(evidence)
         try:

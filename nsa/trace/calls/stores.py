@@ -148,8 +148,9 @@ class StoreRecorder:
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            self._use(self.keys_set, keys_of_call(args, kwargs), _way())
-            self._begins("set", keys_of_call(args, kwargs))
+            key = keys_of_call(args, kwargs)
+            self._use(self.keys_set, key, _way())
+            self._begins("set", key)
             return original(store, *args, **kwargs)
 
         setattr(kind, name, recorded)

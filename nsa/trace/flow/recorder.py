@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from nsa.trace.flow.log import CALL, CODE, LEAVE, LINE, LINE_EVENT, RAISED, READ, RESUME, SET, SIZE, FlowLog
-from nsa.trace.flow.statements import Lines, lines_of
+from nsa.trace.flow.statements import Lines, parse_lines
 from nsa.trace.flow.values import ABSENT, LONGEST, PLAIN, describe, find, masked_text
 from nsa.trace.frames import is_program_file
 
@@ -28,7 +28,6 @@ from nsa.trace.frames import is_program_file
 MOST_PASSES, MOST_ENTRIES = 200, 200
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _YIELDS = frozenset(dis.opmap[name] for name in ("YIELD_VALUE", "SEND") if name in dis.opmap)
-_NO_NAMES = Lines()
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +73,6 @@ class FlowRecorder:
         self._codes: dict[int, Code | None] = {}  # by id: the hash of a code object is computed each time
         self._kept: list[CodeType] = []  # so that no other has its id
         self._known: list[Code] = []
-        self._threads: list[_Thread | Any] = []
         self._all_open: dict[int, Open] = {}
         self._calls: dict[int, int] = {}
         self._frames = 0
@@ -98,7 +96,7 @@ class FlowRecorder:
             frames.append(frame)
             frame = frame.f_back
         for of in reversed(frames):
-            code = self.code_of(of.f_code)
+            code = self.find_code(of.f_code)
             if code is not None and self._tool is not None:
                 opened = self.enter(code, of.f_locals)
                 self.line(opened, of.f_lineno, of)
@@ -145,13 +143,13 @@ class FlowRecorder:
             CODE, code.number, f"{of.co_filename}\0{of.co_name}\0{of.co_firstlineno}\0{zlib.crc32(of.co_code)}"
         )
 
-    def code_of(self, code: CodeType) -> Code | None:
+    def find_code(self, code: CodeType) -> Code | None:
         """Return what is known of a code object; None where it is not the program's."""
         known = self._codes.get(id(code), self)
         if known is self:
             known = None
             if is_program_file(code.co_filename):
-                known = Code(code, len(self._known) + 1, lines_of(code.co_filename))
+                known = Code(code, len(self._known) + 1, parse_lines(code.co_filename))
                 self._known.append(known)
                 self._write_code(known)
             self._codes[id(code)] = known
@@ -165,7 +163,7 @@ class FlowRecorder:
         code.entries += 1
         return code.entries <= MOST_ENTRIES
 
-    def enter(self, code: Code, names: Mapping[str, Any] | None) -> Open:
+    def enter(self, code: Code, names: Mapping[str, Any]) -> Open:
         """Write that a frame begins; ``names`` are its locals, which are its arguments."""
         thread = self._thread
         if thread.number < 0:
@@ -179,7 +177,7 @@ class FlowRecorder:
         self.log.enter(frame.number, parent, code.number, thread.number)
         of = code.code
         arguments = of.co_varnames[: of.co_argcount + of.co_kwonlyargcount]
-        if arguments and names is not None:
+        if arguments:
             self.write(SET, frame, arguments, names, {}, is_plain=True)
         return frame
 
@@ -259,7 +257,7 @@ class FlowRecorder:
         self.suspend(frame)
         self._all_open.pop(frame.number, None)
 
-    def raised(self, frame: Open, error: BaseException | None, kind: type[BaseException]) -> None:
+    def raised(self, frame: Open, error: BaseException, kind: type[BaseException]) -> None:
         """Write that an exception is raised in a frame, or passes through it."""
         try:
             message = str(error).partition("\n")[0][:LONGEST]
@@ -289,7 +287,7 @@ class _Settrace:
 
     def adopt(self, frame: FrameType, of: Open) -> None:
         """Trace a frame that is open already."""
-        frame.f_trace = _trace_of(self.recorder, of)
+        frame.f_trace = _make_trace(self.recorder, of)
 
     def _trace_calls(self) -> Callable[..., Any]:
         """Return the function that is called at each call of a Python function: most are of torch, and not recorded."""
@@ -303,7 +301,7 @@ class _Settrace:
 
     def _begin(self, frame: FrameType) -> Callable[..., Any] | None:
         recorder = self.recorder
-        code = recorder.code_of(frame.f_code)
+        code = recorder.find_code(frame.f_code)
         if code is None or os.getpid() != recorder._pid:
             return None
         paused = getattr(frame.f_trace, "paused", None)  # of a generator that continues
@@ -312,10 +310,10 @@ class _Settrace:
             return frame.f_trace
         if not recorder.is_wanted(code):
             return None
-        return _trace_of(recorder, recorder.enter(code, frame.f_locals))
+        return _make_trace(recorder, recorder.enter(code, frame.f_locals))
 
 
-def _trace_of(recorder: FlowRecorder, of: Open) -> Callable[..., Any]:
+def _make_trace(recorder: FlowRecorder, of: Open) -> Callable[..., Any]:
     """Return the trace function of one frame."""
     muted = of.muted
 
@@ -393,7 +391,7 @@ class _Monitoring:
 
     def _start(self, code: CodeType, offset: int) -> Any:
         recorder = self.recorder
-        known = recorder.code_of(code)
+        known = recorder.find_code(code)
         if known is None or self._is_child():
             return self._disable
         if known.code not in self._lines:
@@ -410,7 +408,7 @@ class _Monitoring:
         paused = self._paused.pop(id(sys._getframe(1)), None)
         if paused is not None:
             self.recorder.resume(paused)
-        elif self.recorder.code_of(code) is None:
+        elif self.recorder.find_code(code) is None:
             return self._disable
         return None
 
@@ -430,7 +428,7 @@ class _Monitoring:
         frame = self._top(code)
         if frame is not None:
             self.recorder.leave(frame, value, sys._getframe(1))
-        elif self.recorder.code_of(code) is None:
+        elif self.recorder.find_code(code) is None:
             return self._disable
         return None
 
@@ -439,7 +437,7 @@ class _Monitoring:
         if frame is not None:
             self._paused[id(sys._getframe(1))] = frame
             self.recorder.suspend(frame)
-        elif self.recorder.code_of(code) is None:
+        elif self.recorder.find_code(code) is None:
             return self._disable
         return None
 

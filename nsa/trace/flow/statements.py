@@ -21,7 +21,7 @@ class Lines:
 
 
 @functools.cache
-def lines_of(path: str) -> Lines:
+def parse_lines(path: str) -> Lines:
     """Return the names of a file's lines; none for a file that cannot be read or parsed."""
     found = Lines()
     try:
@@ -39,13 +39,8 @@ def lines_of(path: str) -> Lines:
             found.returns[node.lineno] = tuple(dict.fromkeys(chains(node.value)))
         names = tuple(dict.fromkeys(n for part in decided_by(node) for n in chains(part)))
         if names and isinstance(node, ast.stmt | ast.expr):
-            first = _first_line(node)
-            found.reads[first] = tuple(dict.fromkeys((*found.reads.get(first, ()), *names)))
+            found.reads[node.lineno] = tuple(dict.fromkeys((*found.reads.get(node.lineno, ()), *names)))
     return found
-
-
-def _first_line(node: ast.stmt | ast.expr) -> int:
-    return node.lineno
 
 
 def _last_line_of_head(node: ast.stmt) -> int:
