@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -251,7 +252,8 @@ def side(parting: Parting, which: int) -> str:
         return " ".join(filter(None, (call.op, call.what, group, root)))
     if parting.kind == "callee":
         names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function of the program"
-        begun = ", ".join(dict.fromkeys(call.op for call in frame.calls.get(at, ())))
+        numbers = Counter(call.op for call in frame.calls.get(at, ()))
+        begun = ", ".join(op if n == 1 else f"{op} {n} times" for op, n in numbers.items())
         return f"calls {names}" + (f", which begins {begun}" if begun else "")
     if parting.kind == "value":
         return ", ".join(f"{name} = {text}" for name, text in sorted(frame.values.get(at, {}).items()))

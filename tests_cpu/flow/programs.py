@@ -125,6 +125,12 @@ def chooses_in_an_expression(rank: int, call: Call) -> None:
     call("all_reduce") if flag else call("barrier")  # HERE
 
 
+def filters_in_a_comprehension(rank: int, call: Call) -> None:
+    limit = 2 if rank == 1 else 3
+    [call("all_reduce") for part in range(4) if part < limit]  # HERE
+    call("barrier")
+
+
 def matches_a_case(rank: int, call: Call) -> None:
     kind = "train" if rank else "evaluate"
     match kind:  # HERE

@@ -83,6 +83,7 @@ def test_ranks_that_differ_in_nothing_that_others_see_do_not_part(name: str, tmp
         ("waits_until_it_is_done", "loop", "done"),
         ("swallows_an_exception", "exception", ""),
         ("gives_another_size", "argument", "width"),
+        ("filters_in_a_comprehension", "callee", "limit"),
     ],
 )
 def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ def parse_lines(path: str) -> Lines:
                 found.sets[line] = tuple(dict.fromkeys((*found.sets.get(line, ()), *names)))
         if isinstance(node, ast.Return) and node.value is not None:
             found.returns[node.lineno] = tuple(dict.fromkeys(chains(node.value)))
-        names = tuple(dict.fromkeys(n for part in decided_by(node) for n in chains(part)))
-        if names and isinstance(node, ast.stmt | ast.expr):
-            found.reads[node.lineno] = tuple(dict.fromkeys((*found.reads.get(node.lineno, ()), *names)))
+        for part in decided_by(node):
+            line = getattr(node, "lineno", part.lineno)  # a comprehension has none
+            found.reads[line] = tuple(dict.fromkeys((*found.reads.get(line, ()), *chains(part))))
     return found
 
 
