@@ -101,9 +101,7 @@ RULES: tuple[Rule, ...] = (
     speed.graph_explosion,
     speed.straggler,
     speed.slow,
-    absence.skipped_in_a_request,
     keys.unset,
-    stalls.late,
     stalls.blocked,
     stalls.in_transit,
     absence.not_entered,
@@ -116,7 +114,7 @@ RULES: tuple[Rule, ...] = (
 SUSPICIONS: tuple[Rule, ...] = (
     groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired, calls.waiting_in_different_calls,
     messages.lost_messages, exits.rank_gone, exits.rank_replaced, absence.left_alone, speed.graph_explosion, speed.straggler,
-    absence.skipped_in_a_request, keys.unset, stalls.blocked, stalls.in_transit, absence.not_entered,
+    keys.unset, stalls.blocked, stalls.in_transit, absence.not_entered,
 )  # fmt: skip
 
 # For ranks that all passed: errors that no rank raises.

@@ -14,7 +14,6 @@ from typing import Any
 from pytest_nsa.evidence.stacks import CHILD_MARK
 from pytest_nsa.monitor.host_log import note
 from pytest_nsa.system.disk_space import ignore_full_disk
-from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
 from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append, read_text, touch
@@ -41,7 +40,7 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
         before, after = first[rank], look_at(pid)
         if before is not None and after is not None:
             facts = {**difference(before, after, elapsed), **more.get(rank, {}), **socket_queues(pid)}
-            note(evidence, "process", rank=rank, **facts, reads_from_parent=reads_from_parent(pid))
+            note(evidence, "process", rank=rank, **facts)
 
 
 def request_counters(folders: Iterable[Path]) -> None:

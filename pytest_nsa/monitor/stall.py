@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_nsa.system.clock import monotonic
-from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import ProcessState, difference, look_at
 
 BEGIN_S = 1.4  # of a stall, before the first look at the processes
@@ -52,9 +51,7 @@ class StallClock:
             if rank in self._states:
                 before, last = self._states[rank]
                 passed = now - before
-                self.facts[rank] = {
-                    **difference(last, state, passed), "reads_from_parent": reads_from_parent(pid),
-                }  # fmt: skip
+                self.facts[rank] = difference(last, state, passed)
                 used = state.cpu_s - last.cpu_s
                 if self.facts[rank]["wants_cpu"] or used > BUSY * passed:
                     computed = max(computed, used) or 1e-9

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 
 from pytest_nsa.monitor import second_look
 from pytest_nsa.monitor.native import dump_where_useful
-from pytest_nsa.system.peers import reads_from_parent
-from pytest_nsa.system.procfs import is_runnable, stat_of
+from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 # A process whose handler takes a second of CPU, as that of a rank which gets little of it does, before the dump is there.
@@ -92,34 +90,3 @@ def test_native_frames_are_read_of_a_few_ranks_and_of_none_that_waits_in_a_colle
     assert {rank: told[rank] for rank in (0, 4, 6, 7)} == {
         0: "it waits in a collective", 4: "4 other ranks were looked at", 6: "", 7: "it runs on another node",
     }  # fmt: skip
-
-
-READS = {
-    "a pipe": "sys.stdin.buffer.read(1)",
-    "a unix socket": "socket.socket(fileno=int(sys.argv[1])).recv(1)",
-    "a pipe of its own": "os.read(os.pipe()[0], 1)",
-    "no file": "time.sleep(1000)",
-}
-
-
-@pytest.mark.parametrize(("what", "body"), READS.items(), ids=READS)
-def test_a_process_that_reads_from_its_parent_is_known(what: str, body: str) -> None:
-    if not Path("/proc/self/syscall").exists():
-        pytest.skip("this kernel does not show system calls")
-    mine, its = socket.socketpair()
-    with mine, its:
-        child = subprocess.Popen(
-            [sys.executable, "-c", f"import os, socket, sys, time\nprint(flush=True)\n{body}", str(its.fileno())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[its.fileno()],
-        )  # fmt: skip
-        assert child.stdout is not None
-        child.stdout.readline()
-        while (state := stat_of(child.pid)[0]) != "S":
-            assert state in "RD"
-        if what in ("a pipe", "a unix socket"):
-            while not reads_from_parent(child.pid):
-                assert child.poll() is None
-        else:
-            assert not reads_from_parent(child.pid)
-        child.kill()
-        child.communicate()

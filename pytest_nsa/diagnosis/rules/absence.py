@@ -6,14 +6,11 @@ from collections.abc import Collection
 
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, found_on, last_seen, rings
-from pytest_nsa.diagnosis.rules.calls import origin_of
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, found_on, rings
 from pytest_nsa.diagnosis.rules.exits import have_own_errors, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.messages import finding_of_messages
-from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.diagnosis.words import exhausted_loaders
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -113,33 +110,3 @@ def not_entered(evidence: Evidence) -> Finding | None:
 def _may_wait_in_backward(rank: RankEvidence) -> bool:
     """Return whether a rank is idle in a backward: it may wait in a reduction that was not recorded."""
     return rank.stack is not None and is_in_engine(rank.stack.frames) and not computes(rank.process)
-
-
-def skipped_in_a_request(evidence: Evidence) -> Finding | None:
-    """Find the ranks that read from their parent process without having made the call that all others wait in.
-
-    They finished a request without the call: a client that waits for its answer sends no further request. It is
-    possible, and rarer, that one of them got no request, so the finding is not certain.
-    """
-    alive = [r for r in evidence.ranks if not r.finished]
-    idle = [r for r in alive if r.process.get("reads_from_parent") and not r.is_waiting]
-    waits = awaited_by(r for r in alive if r not in idle)
-    if not idle or not waits or len(idle) + len(waits) < len(alive):
-        return None
-    missed = next(iter(waits.values()))
-    made = all(any(c.site == missed.site and c.left > 0 for c in r.collectives) for r in idle)
-    if missed.peer != -1 or not made or any(call.place != missed.place for call in waits.values()):
-        return None
-    n = evidence.job.world_size
-    culprits = tuple(r.rank for r in idle)
-    starter = f"process that started {'it' if len(idle) == 1 else 'them'}"
-    reason = (
-        f"{describe_ranks(culprits, n)} went on without {missed.describe()}, which earlier requests had, to read the next one from "
-        f"the {starter} ({last_seen(idle[0])}); the others wait in the call"
-    )
-    origin = origin_of(evidence, culprits, missed)
-    culprits, cause, reason = explained(evidence, culprits, "skipped_collective", reason + origin.since)
-    return Finding(
-        cause=cause, ranks=culprits, where=origin.where, called_from=origin.called_from, confidence=0.8,
-        reason=reason + exhausted_loaders(evidence, culprits, cause), facts=all_facts(evidence.ranks),
-    )  # fmt: skip

@@ -8,19 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.messages import ended
-from pytest_nsa.diagnosis.explain.program import Order, Position, compare, position_of, position_within
+from pytest_nsa.diagnosis.explain.program import Order, compare, position_of
 from pytest_nsa.diagnosis.facts import awaited, exception_fact
 from pytest_nsa.diagnosis.rules.absence import finding_without
 from pytest_nsa.diagnosis.rules.exits import first_exceptions, rank_raised
 from pytest_nsa.diagnosis.verdict import Finding, stated
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources
-from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
 LIKELY, POSSIBLE = 0.9, 0.6  # the exception may have another reason
-# Expressions with parts that are evaluated later, or never.
-_LATER = (ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
 def raised_after_a_skip(evidence: Evidence) -> Finding | None:
@@ -93,19 +90,19 @@ def _passed(
     if error.when == "teardown":  # the body ended without an exception
         is_in_body = call.way[-1].rpartition(" in ")[2] == _function_of(evidence.job.nodeid)
         return _Passed.YES if is_in_body else _Passed.NO
-    sources, mine = evidence.sources, position_of(rank, replace(ended(rank), site=error.where))
-    theirs = position_of(waiter, call)
-    found = compare(sources, mine, theirs, None)
-    if found.order is Order.AFTER:
-        is_behind = bool(found.parted) and not _leaves_at(sources, found.parted[1].place, found.parted[0].line)
-    else:
-        if (
-            call.library and mine[-1:] == theirs[-1:]
-        ):  # the line called a function of a library, in which the waiting rank is
-            theirs += position_within(waiter, theirs[-1].place)[:1]
-        is_behind = found.order in (Order.SAME, Order.UNKNOWN) and _has_evaluated(sources, error, mine, theirs)
-    if not is_behind or found.is_counted:
-        return _Passed.YES if is_behind else _Passed.NO
+    found = compare(
+        evidence.sources, position_of(rank, replace(ended(rank), site=error.where)), position_of(waiter, call), None
+    )
+    if found.order in (Order.SAME, Order.UNKNOWN) and error.type == "AssertionError":
+        return (
+            _Passed.IN_SOME_ROUND if found.order is Order.SAME else _Passed.NO
+        )  # an assert evaluates its line's calls first
+    if found.order is not Order.AFTER or not found.parted:
+        return _Passed.NO
+    if _leaves_at(evidence.sources, found.parted[1].place, found.parted[0].line):
+        return _Passed.NO
+    if found.is_counted:
+        return _Passed.YES
     return _Passed.NO if ended(rank).step < call.step else _Passed.IN_SOME_ROUND
 
 
@@ -117,48 +114,3 @@ def _leaves_at(sources: Sources, place: str, line: int) -> bool:
     """Return whether ``place`` is the head of a ``with`` around ``line``: its exit may make the call, after the body."""
     found = sources.around(place)
     return bool(found) and isinstance(found[-1], ast.With | ast.AsyncWith) and line <= (found[-1].end_lineno or 0)
-
-
-def _has_evaluated(sources: Sources, error: RaisedException, mine: Position, theirs: Position) -> bool:
-    """Return whether an exception shows that a rank had evaluated the statement in which another rank waits: an ``assert``
-    failed, or the function raised that takes the values of this statement.
-    """
-    shared = [a.place for a, b in zip(mine, theirs, strict=False) if a.place == b.place]
-    statement = next(iter(reversed(sources.around(shared[-1]))), None) if shared else None
-    if statement is None or len(theirs) == len(shared):
-        return False
-    below, callee = _called_from(error.frames, shared[-1]), theirs[len(shared)].function[1]
-    if isinstance(statement, ast.Assert):
-        return below is None and error.type == "AssertionError" and _must_call(statement.test, callee)
-    value = getattr(statement, "value", None)
-    if below is None or not isinstance(value, ast.Call) or _name_of(value) != below.function:
-        return False
-    return _must_call(value, callee)
-
-
-def _called_from(frames: tuple[Frame, ...], place: str) -> Frame | None:
-    """Return the frame that the line ``place`` of a stack called; None where that line raised."""
-    at = next((i for i, frame in enumerate(frames) if frame.describe() == place), 0)
-    return frames[at - 1] if at else None
-
-
-def _must_call(expression: ast.expr, callee: str) -> bool:
-    """Return whether a function is called wherever an expression is evaluated. Its name may differ, as that of `__call__`."""
-    optional = [part for node in ast.walk(expression) for part in _parts_not_always_evaluated(node)]
-    maybe = {_name_of(n) for part in optional for n in ast.walk(part) if isinstance(n, ast.Call)}
-    named = {_name_of(n) for n in ast.walk(expression) if isinstance(n, ast.Call)}
-    return callee in named - maybe or not maybe
-
-
-def _parts_not_always_evaluated(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.BoolOp):
-        return node.values[1:]
-    if isinstance(node, ast.IfExp):
-        return [node.body, node.orelse]
-    if isinstance(node, ast.Compare):
-        return node.comparators[1:]
-    return [node] if isinstance(node, _LATER) else []
-
-
-def _name_of(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
