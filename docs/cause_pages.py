@@ -13,16 +13,19 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from pytest_nsa.diagnosis.divergence import with_divergence  # noqa: E402
 from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
+from pytest_nsa.flow.first import FirstDivergence  # noqa: E402
 from pytest_nsa.report import terminal  # noqa: E402
 from tests_cpu.faults.recorded import unpack  # noqa: E402
-from tests_cpu.faults.rows import faults  # noqa: E402
+from tests_cpu.faults.rows import Fault, faults  # noqa: E402
 
 FOLDER = Path(__file__).with_name("causes")
 LIST = FOLDER / "README.md"
@@ -65,8 +68,18 @@ def program(archive: str, test: str) -> str:
     (function,) = ast.parse(_source(archive, test)).body
     assert isinstance(function, ast.FunctionDef)
     lines = _source(archive, test).splitlines()[function.lineno - 1 :]
-    ranks = faults(archive)[test].n
-    return "\n".join([f"@world_size({ranks})", *(re.sub(r"  # (type: ignore.*|HERE)$", "", line) for line in lines)])
+    row = faults(archive)[test]
+    text = "\n".join([f"@world_size({row.n})", *(re.sub(r"  # (type: ignore.*|HERE)$", "", line) for line in lines)])
+    return _with_rank(re.sub(r", culprit(: int)?(?=\))", "", text, count=1), row) if _takes_culprit(function) else text
+
+
+def _takes_culprit(function: ast.FunctionDef) -> bool:
+    return any(argument.arg == "culprit" for argument in function.args.args)
+
+
+def _with_rank(text: str, row: Fault) -> str:
+    """Return a text with the number of the rank that the fixture ``culprit`` gives."""
+    return re.sub(r"\bculprit\b", str(row.ranks[0]), text)
 
 
 def size(archive: str, test: str) -> int:
@@ -88,11 +101,14 @@ def verdict(archive: str, test: str) -> str:
     """
     with unpacked(archive, test) as folder:
         evidence = load(folder)
-        printed = [
-            line
-            for line in terminal.lines(diagnose(evidence), evidence)
-            if not line.startswith(("  do ", "  evidence "))
-        ]
+        found = diagnose(evidence)
+        if divergence := faults(archive)[test].divergence:
+            found = with_divergence(found, FirstDivergence.from_json(divergence), is_same=True)
+            found = replace(
+                found,
+                first_divergence=json.loads(_with_rank(json.dumps(found.first_divergence), faults(archive)[test])),
+            )
+        printed = [line for line in terminal.lines(found, evidence) if not line.startswith(("  do ", "  evidence "))]
     return "\n".join(map(_without_figures, printed))
 
 

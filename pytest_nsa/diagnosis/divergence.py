@@ -73,7 +73,7 @@ def add_divergence(verdict: Verdict, evidence: Evidence, *, below: Path | None =
     Only sources ``below`` a folder are read (None: any).
     """
     found = find_divergence(evidence, _odd(verdict), below=below) if verdict.failed else None
-    return verdict if found is None else _with_divergence(verdict, found, is_same=True)
+    return verdict if found is None else with_divergence(verdict, found, is_same=True)
 
 
 def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Verdict) -> Verdict:
@@ -90,10 +90,10 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
                 verdict, f"the second run ended elsewhere: {again.cause} on {again.culprits()} at {again.where}"
             )
         return verdict
-    return _with_divergence(verdict, found, is_same=is_same)
+    return with_divergence(verdict, found, is_same=is_same)
 
 
-def _with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
+def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
     """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
     changed = replace(verdict, first_divergence=found.to_json())
     to_blame = found.exceptional or (verdict.ranks if verdict.ranks in found.outcomes.values() else ())

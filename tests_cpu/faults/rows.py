@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pytest_nsa.evidence.source import LOCATION
 from tests_cpu.faults.recorded import ARCHIVES
@@ -52,6 +54,7 @@ class Fault:
     of ``lines`` of the program; its reason has ``reason`` in it. ``family`` is the kind of edit (`FAMILIES`). ``origin`` is an
     issue, or a set and its date. ``needs`` is a library without which the program does not run. ``miss`` is the fact that is
     missing where the verdict or its line is a known miss. ``program`` is the live test, where it has another name.
+    ``divergence`` is the first divergence that a second run of the program found.
     """
 
     test: str
@@ -67,6 +70,7 @@ class Fault:
     needs: str = ""
     miss: str = ""
     program: str = ""
+    divergence: Mapping[str, Any] = field(default_factory=dict)
 
     def names(self, cause: str, ranks: tuple[int, ...]) -> bool:
         """Return whether a verdict's cause and ranks are right."""

@@ -211,12 +211,10 @@ def save(state, rank):
 
 @planted(2)
 def test_a_barrier_in_the_first_rank_s_branch(group):
-    """The other one is in the next step's backward meanwhile."""
     model = DDP(small(), broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(8):
         x, y = labelled_batch(group.rank, step)
-        optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         if step == AT:
