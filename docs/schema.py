@@ -18,13 +18,14 @@ _KINDS: dict[str, dict[str, Any]] = {
     "tuple[str, ...]": {"type": "array", "items": {"type": "string"}},
     "dict[str, float]": {"type": "object", "additionalProperties": {"type": "number"}}, "dict[str, Any]": {"type": "object"},
     "tuple[Fact, ...]": {"type": "array", "items": {"$ref": "#/$defs/fact"}},
+    "tuple[Label, ...]": {"type": "array", "items": {"$ref": "#/$defs/label"}},
 }  # fmt: skip
 
 
 def schema() -> dict[str, Any]:
     """The whole schema. Unknown fields are allowed: a later version may add some."""
     from pytest_nsa.diagnosis.causes import CAUSES
-    from pytest_nsa.diagnosis.verdict import FACT_IN_FILE, SCHEMA, Fact, Outcome, Verdict
+    from pytest_nsa.diagnosis.verdict import FACT_IN_FILE, SCHEMA, Fact, Label, Outcome, Verdict
 
     kinds = {**_KINDS, "Outcome": {"enum": list(get_args(Outcome))}}
     verdict = _object(Verdict, kinds)
@@ -40,7 +41,7 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "verdict.json of pytest-nsa",
         "description": " ".join((inspect.getdoc(Verdict) or "").split()), **verdict,
-        "$defs": {"fact": _object(Fact, kinds, FACT_IN_FILE)},
+        "$defs": {"fact": _object(Fact, kinds, FACT_IN_FILE), "label": _object(Label, kinds)},
     }  # fmt: skip
 
 

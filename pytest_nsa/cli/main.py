@@ -1,5 +1,5 @@
 """The command `pytest-nsa`: `diagnose DIR` reads evidence again, from any machine; `watch` follows a training that runs; `report`
-writes the reports of a run that was cut off; `clean` deletes old runs.
+writes the reports of a run that was cut off; `explain CAUSE` prints a cause's page; `clean` deletes old runs.
 
 Exit codes: 0 nothing failed, 1 something did, 2 no evidence there.
 """
@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pytest_nsa.cli.compare import compare
+from pytest_nsa.cli.explain import explain
 from pytest_nsa.cli.foreign_folders import sources_folder, to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _diagnose(arguments)
             case "watch":
                 return _watch(arguments)
+            case "explain":
+                return explain(arguments.cause)
             case "report":
                 return report(arguments.folders, sources=arguments.sources)
             case "compare":
@@ -107,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--repeat-b", metavar="RUN", type=Path, action="append", default=[], help="a repeat of RUN_B")
     command.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as a page, too")
+    command = commands.add_parser("explain", help="print the page of a cause: an example, how it is known, what to do")
+    command.add_argument("cause", metavar="CAUSE", help="as in a verdict, skipped_collective")
     command = commands.add_parser("clean", help="delete finished runs beyond the newest; nothing else in the folder")
     command.add_argument(
         "root", metavar="DIR", type=Path, nargs="?", default=Path("artifacts"), help="default: artifacts"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Verdict, describe_ranks
-from pytest_nsa.evidence.source import is_below
+from pytest_nsa.diagnosis.labels import CONDITION
+from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Label, Verdict
+from pytest_nsa.evidence.source import LOCATION, is_below
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
 from pytest_nsa.flow.first import FirstDivergence, find_first, find_other_values
@@ -95,7 +96,8 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
 
 def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
     """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
-    changed = replace(verdict, first_divergence=found.to_json())
+    labels = tuple(label for label in verdict.labels if label.text != CONDITION)
+    changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *labels))
     to_blame = found.exceptional or (verdict.ranks if verdict.ranks in found.outcomes.values() else ())
     if not verdict.rule.startswith(BY_WEIGHTS) or not found.is_alone or not to_blame:
         return changed
@@ -107,7 +109,8 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
         where=found.where,
         certain=is_known,
         confidence=1.0 if is_known else verdict.confidence,
-        reason=_reason(found, verdict),
+        reason=f"the ranks parted at `{found.statement}`",
+        because=(),
         advice=_advice(found),
         called_from="",
         terms={},
@@ -143,9 +146,26 @@ def _cause(found: FirstDivergence, verdict: Verdict, to_blame: tuple[int, ...]) 
     return verdict.cause if to_blame == verdict.ranks else _OPPOSITE[verdict.cause]
 
 
-def _reason(found: FirstDivergence, verdict: Verdict) -> str:
-    texts = [f"{describe_ranks(ranks, verdict.world_size)}: {outcome}" for outcome, ranks in found.outcomes.items()]
-    return f"the ranks parted at `{found.statement}`: {'; '.join(texts)}"
+_DOES = {
+    "true": "decides true",
+    "false": "decides false",
+    LEFT: "leaves the loop",
+    "another pass": "makes another pass",
+}
+
+
+def _labels(found: FirstDivergence) -> tuple[Label, ...]:
+    """Return a label for each side: what it did at the statement, and by which values."""
+    at = LOCATION.match(found.where)
+    if at is None:
+        return ()
+    sides = []
+    for outcome, ranks in found.outcomes.items():
+        values = {name: list(dict.fromkeys(of[r] for r in ranks if r in of)) for name, of in found.values.items()}
+        shown = ", ".join(f"{name} = {' or '.join(of[:3])}" for name, of in values.items() if of)
+        text = _DOES.get(outcome, outcome) + (f": {shown}" if shown else "")
+        sides.append(Label(file=at["file"], line=int(at["line"]), ranks=ranks, text=text))
+    return tuple(sides)
 
 
 def _advice(found: FirstDivergence) -> str:

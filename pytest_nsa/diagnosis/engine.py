@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from pytest_nsa.diagnosis.facts import (
     signal_text,
     xid_facts,
 )
+from pytest_nsa.diagnosis.labels import labels_of
 from pytest_nsa.diagnosis.rules import (
     absence,
     autograd,
@@ -36,7 +38,16 @@ from pytest_nsa.diagnosis.rules import (
     unwinding,
     wrapped,
 )
-from pytest_nsa.diagnosis.verdict import NO_RANK, RULE_FAILED, Fact, Finding, Outcome, Verdict, with_name_of_other
+from pytest_nsa.diagnosis.verdict import (
+    NO_RANK,
+    RULE_FAILED,
+    Fact,
+    Finding,
+    Label,
+    Outcome,
+    Verdict,
+    with_name_of_other,
+)
 from pytest_nsa.evidence.values import Evidence
 
 Rule = Callable[[Evidence], Finding | None]
@@ -206,7 +217,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     fallen = [r for r in ranks if r.fatal_signal and r.rank not in finding.ranks]
     if fallen:
         ended = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
-        finding = replace(finding, reason=f"{finding.reason} (a consequence: {ended})")
+        finding = replace(finding, reason=f"{finding.reason}; a consequence: {ended}")
     culprits = [r for r in ranks if r.rank in finding.ranks]
     kept = next(((r.rank, *r.kept_errors[-1]) for r in culprits if r.kept_errors), None)
     if kept is not None:
@@ -219,7 +230,14 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
     verdict = _from(finding, job.root, outcome=outcome, machines=machines, called_from=caller, **common)
+    labels = _relative_labels(labels_of(evidence, finding), job.root)
+    verdict = replace(verdict, labels=labels, because=tuple(s for s in verdict.because if not _IN_A_CALL.fullmatch(s)))
     return replace(verdict, retry="elsewhere") if is_of_the_machine(evidence) else verdict
+
+
+def _relative_labels(labels: Sequence[Label], root: str) -> tuple[Label, ...]:
+    prefix = root.rstrip("/") + "/"
+    return tuple(replace(label, file=label.file.removeprefix(prefix)) if root else label for label in labels)
 
 
 def caller_of(evidence: Evidence, where: str) -> str:
@@ -245,12 +263,35 @@ def suspect(evidence: Evidence) -> Finding | None:
 def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
     """Return the verdict for a finding, with paths below ``root`` made relative; ``fields`` are what no rule sets."""
     finding = _relative(finding, root)
+    reason, because = split_reason(finding.reason)
     return Verdict(
         cause=finding.cause, ranks=finding.ranks, where=finding.where, module=finding.module, evidence=finding.facts,
-        certain=finding.certain, reason=finding.reason, confidence=finding.confidence,
+        certain=finding.certain, reason=reason, because=because, confidence=finding.confidence,
         advice=finding.advice or CAUSES[finding.cause].advice, retry=CAUSES[finding.cause].retry, rule=finding.rule,
         terms=finding.terms, **fields,
     )  # fmt: skip
+
+
+_AT = re.compile(r" at [^ ;]+:\d+ in [^ ;,):]+")
+# The labels have these statements, 'rank 1 waits in barrier #3 at train.py:3 in step'.
+_IN_A_CALL = re.compile(
+    r"(all \d+ ranks|ranks? [\d, and-]+) (waits? )?in \w+( #\d+)?( \([^)]*\))?( at \S+:\d+ in \S+)?( by \S+)?( in step \d+)?"
+)
+_MOST_WORDS = 15
+_ON_RANKS = re.compile(r": (?=(all \d+ )?ranks? )")
+
+
+def split_reason(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the first statement of a reason, without the lines that its labels have, and the further statements.
+
+    A first statement of more than 15 words is cut at a colon before a statement on ranks.
+    """
+    first, *rest = text.split("; ")
+    first = _AT.sub("", first)
+    colon = _ON_RANKS.search(first) if len(first.split()) > _MOST_WORDS else None
+    if colon is not None:
+        first, rest = first[: colon.start()], [first[colon.start() + 2 :], *rest]
+    return first, tuple(rest)
 
 
 def _relative(finding: Finding, root: str) -> Finding:

@@ -50,6 +50,16 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """What ``ranks`` did at a line of a file; line 0 where no line is known. ``text`` begins with a verb, or is ''."""
+
+    file: str
+    line: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """The verdict on a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds.
 
@@ -58,6 +68,7 @@ class Verdict:
     ``called_from`` is the user's line that called the function of ``where``; ``terms`` are the facts that an explanation rests on,
     with how much each counts; ``figures`` are what runs are compared by (`pytest_nsa.evidence.figures`);
     ``first_divergence`` is where the ranks of a second run parted (`pytest_nsa.flow.first`), {} where that is not known.
+    ``reason`` is one short statement, ``because`` has further ones; ``labels`` are what the ranks did at which lines.
     """
 
     scenario: str = ""
@@ -88,6 +99,8 @@ class Verdict:
     terms: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     first_divergence: dict[str, Any] = field(default_factory=dict)
+    because: tuple[str, ...] = ()
+    labels: tuple[Label, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that verdict.json holds."""
@@ -107,7 +120,13 @@ class Verdict:
         for key in ("figures", "terms"):
             values[key] = {name: n for name, n in data.get(key, {}).items() if is_number(n)}
         values["evidence"] = tuple(map(_fact, values.get("evidence", ())))
+        values["labels"] = tuple(map(_label, values.get("labels", ())))
         return cls(**values)
+
+    @property
+    def explanation(self) -> str:
+        """The reason and the further statements, joined by semicolons."""
+        return "; ".join(part for part in (self.reason, *self.because) if part)
 
     @property
     def stood_still_s(self) -> float:
@@ -131,6 +150,11 @@ def _fact(data: object) -> Fact:
     values = {name: data[key] for name in Fact.__dataclass_fields__ if (key := FACT_IN_FILE.get(name, name)) in data}
     check_kinds(Fact, values)
     return Fact(**values)
+
+
+def _label(data: dict[str, Any]) -> Label:
+    check_kinds(Label, data)
+    return Label(file=data["file"], line=data["line"], ranks=tuple(data["ranks"]), text=data["text"])
 
 
 def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:

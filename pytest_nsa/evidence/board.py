@@ -120,6 +120,15 @@ class Collective:
 
     def describe(self) -> str:
         """'allreduce #7 (float32 x 1) at train.py:210 in step'."""
+        by = f" by {self.library[0]}" if self.library else ""
+        return self.describe_payload() + (f" at {self.site}" if self.site else "") + by
+
+    def describe_number(self) -> str:
+        """'allreduce #7'; without a number for a send or receive: these pair by peer and tag."""
+        return self.op if self.peer != -1 else f"{self.op} #{self.sequence}"
+
+    def describe_payload(self) -> str:
+        """'allreduce #7 (float32 x 1)'."""
         payload = [f"{self.dtype} x {self.count}"] if self.dtype else []
         if self.reduction not in ("", "sum"):
             payload.append(self.reduction)
@@ -132,9 +141,7 @@ class Collective:
         if self.group not in DEFAULT_GROUPS:
             payload.append(f"group {self.group}")
         shown = f" ({', '.join(payload)})" if payload else ""
-        number = f" #{self.sequence}" if self.peer == -1 else ""  # sends and receives pair by peer and tag
-        by = f" by {self.library[0]}" if self.library else ""
-        return f"{self.op}{number}{shown}" + (f" at {self.site}" if self.site else "") + by
+        return f"{self.describe_number()}{shown}"
 
 
 @dataclass(frozen=True, kw_only=True)

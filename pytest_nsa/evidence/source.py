@@ -63,9 +63,13 @@ class Sources:
         return at[0] if len({s.file for s in at}) == 1 else None
 
     def line(self, file: str, line: int) -> str:
+        """Return the text of a line without its indentation, '' where it is not kept."""
+        return self.text(file, line).strip()
+
+    def text(self, file: str, line: int) -> str:
         """Return the text of a line, '' where it is not kept."""
         snippet = self._snippet(file, line)
-        return snippet.text.split("\n")[line - snippet.first].strip() if snippet is not None else ""
+        return snippet.text.split("\n")[line - snippet.first].rstrip() if snippet is not None else ""
 
     def with_path(self, location: str) -> str:
         """Return ``file:line in function`` with the file's path, if the location has only its name and one file has this name."""

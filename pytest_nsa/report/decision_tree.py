@@ -20,8 +20,8 @@ MOST = 30  # questions that are drawn
 
 
 def way(decision: Decision) -> Markup | None:
-    """Return the drawing: the whole tree if the decision has one, else the questions of its path; None without any."""
-    if not decision.path:
+    """Return the drawing: the whole tree if the decision has one, else the questions of its path; None for one question or none."""
+    if len(decision.path) < 2 and not decision.tree:
         return None
     drawing = _Drawing()
     questions = _questions(decision)

@@ -21,17 +21,12 @@ def divergence_of(verdict: Verdict) -> FirstDivergence | None:
         return None
 
 
-def describe_divergence(verdict: Verdict) -> list[str]:
-    """Return the lines that the terminal shows of a verdict's first divergence; [] without one."""
+def describe_causes(verdict: Verdict) -> list[str]:
+    """Return the lines that the terminal shows below the frame: where each value was set; [] without a divergence."""
     found = divergence_of(verdict)
     if found is None:
         return []
-    out = [f"  diverged {found.where.partition(' in ')[0]}  {found.statement}"]
-    if found.within:
-        out.append(f"           in {found.within}")
-    for outcome, ranks in found.outcomes.items():
-        values = "   ".join(f"{name} = {_value(of, ranks)}" for name, of in found.values.items() if _value(of, ranks))
-        out.append(f"           {describe_ranks(ranks, verdict.world_size)}: {outcome}   {values}".rstrip())
+    out = [f"  diverged in {found.within}"] if found.within else []
     for step in [step for step in found.because if step.where][:MOST_STEPS]:
         by_right = f" (by {step.by_right})" if step.by_right else ""
         out.append(f"  because  {step.name} is set at {step.where.partition(' in ')[0]}: {step.statement}{by_right}")
@@ -41,8 +36,8 @@ def describe_divergence(verdict: Verdict) -> list[str]:
 def divergence_table(verdict: Verdict) -> Markup | None:
     """Return the statement at which the ranks parted, with a column for each side, and what set the values; None without one."""
     found = divergence_of(verdict)
-    if found is None:
-        return None
+    if found is None or not (found.because or len(found.values) > 1):
+        return None  # the labels have all of it
     sides = list(found.outcomes.items())
     head = tag(
         "tr", tag("td"), *(tag("th", describe_ranks(ranks, verdict.world_size), scope="col") for _, ranks in sides)
@@ -58,7 +53,6 @@ def divergence_table(verdict: Verdict) -> Markup | None:
     return tag(
         "figure",
         tag("figcaption", "The ranks part at ", tag("code", found.where)),
-        tag("pre", found.statement, class_="source", tabindex=0),
         tag("p", "in ", tag("code", found.within)) if found.within else None,
         tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="sides"), class_="scroll"),
         tag("ol", *steps) if steps else None,

@@ -14,9 +14,10 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.calls import call_tables
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.divergence import divergence_table
+from pytest_nsa.report.frame import frame_of
 from pytest_nsa.report.lanes import axis_of, lanes
 from pytest_nsa.report.last_green import Green, compared
-from pytest_nsa.report.markup import Markup, tag
+from pytest_nsa.report.markup import Markup, row, table, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, trace_of
 from pytest_nsa.report.stack_tree import stack_tree
@@ -38,10 +39,12 @@ def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = N
         "article",
         tag("h2", entry.name, " ", outcome_tag(v), tag("span", f" {v.duration_s:.1f} s", class_="quiet")),
         _lead(v),
+        frame_figure(v, evidence) or source(evidence, v.where),
         divergence_table(v),
-        tag("p", short_place(v.reason), class_="why"),
-        source(evidence, v.where),
-        tag("dl", *_facts(v), *_memory(evidence, v)),
+        tag("p", short_place(v.reason), class_="why") if v.where != v.first_divergence.get("where") else None,
+        tag("ul", *(tag("li", short_place(text)) for text in v.because)) if v.because else None,
+        tag("dl", *_facts(v, evidence)),
+        _terms(v),
         _section("Where each rank was", stack_tree(evidence, v.ranks) or _seen(evidence)),
         _section("Collectives", *call_tables(evidence)),
         _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
@@ -88,6 +91,33 @@ def _copy(text: str) -> Markup:
     return tag("button", "copy", type="button", class_="copy", data_copy=text, aria_label=f"copy {text}")
 
 
+def frame_figure(v: Verdict, evidence: Evidence) -> Markup | None:
+    """Return the lines that the verdict's labels name with their notes below them; None where ranks only raised."""
+    lines = frame_of(v, evidence)
+    if not lines:
+        return None
+    parts: list[Markup] = []
+    file, last = "", 0
+    for of in lines:
+        if of.line and of.file != file:
+            parts.append(tag("figcaption", short_place(of.file), _copy(f"{of.file}:{of.line}")))
+        elif of.line:
+            between = range(last + 1, of.line)
+            texts = [(n, _text(evidence, of.file, n)) for n in between] if len(between) <= CONTEXT else []
+            parts += [tag("span", f"{n:>5}  {text}", class_="line") for n, text in texts]
+            parts += [tag("span", "    ⋮", class_="line")] if len(between) > CONTEXT else []
+        file, last = (of.file, of.line) if of.line else (file, last)
+        if of.line:
+            parts.append(tag("span", f"{of.line:>5}  {of.code}", class_="line here" if of.is_blamed else "line"))
+        parts += [tag("span", f"← {note}", class_="note") for note in of.notes]
+    return tag("figure", tag("div", *parts, class_="source", tabindex=0), class_="excerpt")
+
+
+def _text(evidence: Evidence, file: str, line: int) -> str:
+    root = evidence.job.root.rstrip("/")
+    return evidence.sources.text(file, line) or evidence.sources.text(f"{root}/{file}", line)
+
+
 def source(evidence: Evidence, where: str) -> Markup | None:
     """Return the lines around a location, the line itself marked; None where the source was not kept."""
     match = LOCATION.match(where)
@@ -109,14 +139,14 @@ def source(evidence: Evidence, where: str) -> Markup | None:
     return tag("figure", title, tag("pre", *rows, class_="source", tabindex=0), class_="excerpt")
 
 
-def _facts(v: Verdict) -> Iterator[Markup]:
+def _facts(v: Verdict, evidence: Evidence) -> Iterator[Markup]:
+    is_one_machine = len({rank.machine for rank in evidence.ranks}) <= 1
     pairs: list[tuple[str, object]] = [
         ("do", v.advice),
-        ("how we know", "; ".join(f"{text} ({weight:+.1f})" for text, weight in v.terms.items())),
-        ("run again", RETRY.get(v.retry)),
+        ("run again", RETRY.get(v.retry) if v.retry != "never" else None),
         ("called from", short_place(v.called_from)),
         ("module", v.module),
-        ("on", "; ".join(v.machines)),
+        ("on", "" if is_one_machine else "; ".join(v.machines)),
         (
             "stalled",
             f"for {v.stalled_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more" if v.stalled_s else "",
@@ -131,12 +161,10 @@ def _facts(v: Verdict) -> Iterator[Markup]:
             yield tag("dd", str(value))
 
 
-def _memory(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
-    """Yield the memory of the culprits at the stall."""
-    found = [(r.rank, r.process["rss_mib"]) for r in evidence.ranks if r.rank in v.ranks and "rss_mib" in r.process]
-    if found:
-        yield tag("dt", "memory")
-        yield tag("dd", "; ".join(f"rank {rank} {mib:.0f} MiB" for rank, mib in found[:8]), " at the stall")
+def _terms(v: Verdict) -> Markup | None:
+    """Return the terms that chose the explanation with their weights, folded."""
+    rows = [row(text, f"{weight:+.1f}") for text, weight in v.terms.items()]
+    return tag("details", tag("summary", "How we know"), table(("term", "weight"), rows)) if rows else None
 
 
 def _seen(evidence: Evidence) -> list[Markup]:

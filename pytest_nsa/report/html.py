@@ -85,9 +85,11 @@ def _title(entries: list[Entry], decision: Decision) -> str:
 
 
 def _decided(failed: list[Entry], decision: Decision, noun: str) -> Iterator[Markup | None]:
-    """Yield the decision: before all else, as a phone's first screen has no more."""
+    """Yield a plan's decision: before all else, as a phone's first screen has no more. Of tests, each failure has its advice."""
+    if failed and noun != "scenario":
+        return
     if failed:
-        yield tag("h2", "Decision" if noun == "scenario" else "What to do")
+        yield tag("h2", "Decision")
     sure = f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else None
     yield tag("p", f"{decision.action[:1].upper()}{decision.action[1:]}", sure, class_="action")
     yield tag("p", short_place(decision.sentence), class_="sentence") if failed else None

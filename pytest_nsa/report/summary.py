@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision, decide
-from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Verdict, stated
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.report.decision_tree import mermaid
 from pytest_nsa.report.plain import cell, code, inline, markdown
@@ -124,7 +124,7 @@ def render(
     if failed:
         out += ["", "## Verdicts"]
     for entry in failed:
-        out += ["", *_verdict(entry)]
+        out += ["", *_verdict(entry, blob)]
         green = (greens or {}).get(entry.name)
         if green:
             out.append(f"- passed last: {markdown(green)}")
@@ -184,8 +184,8 @@ def _linked(where: str, blob: str | None) -> str:
     return f"[{code(where)}]({blob}/{quote(match['file'])}#L{match['line']})"
 
 
-def _verdict(entry: Entry) -> list[str]:
-    from pytest_nsa.report.divergence import describe_divergence  # for a failure alone
+def _verdict(entry: Entry, blob: str | None) -> list[str]:
+    from pytest_nsa.report.divergence import describe_causes  # for a failure alone
 
     v = entry.verdict
     group = ", ".join(markdown(part) for part in (v.backend, v.parallel) if part not in ("", "none"))
@@ -201,8 +201,12 @@ def _verdict(entry: Entry) -> list[str]:
             out.append(f"- called from: {code(short_place(v.called_from))}")
     if v.machines:
         out.append(f"- on: {markdown('; '.join(v.machines))}")
-    out += (f"- {inline(short_place(' '.join(line.split())))}" for line in describe_divergence(v))
     out.append(f"- why: {markdown(v.reason)}")
+    for label in v.labels:
+        at = f"{code(short_place(f'{label.file}:{label.line}'))}: " if label.line else ""
+        out.append(f"- {at}{inline(stated(label.ranks, label.text, v.world_size))}")
+    out += (f"- {inline(short_place(' '.join(line.split())))}" for line in describe_causes(v))
+    out += (f"- because {markdown(text)}" for text in v.because)
     if v.parameters_missing:
         # Last first: backward goes from the model's end, so these are the ones that were due next.
         shown = ", ".join(code(p) for p in v.parameters_missing[:-6:-1])
@@ -218,13 +222,20 @@ def _verdict(entry: Entry) -> list[str]:
     if v.reads_as:
         out.append(f"- the plan reads it as: {markdown(v.reads_as)}")
     out += [
-        f"- {inline(f'evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.text)} ({entry.folder}/{fact.file})')}"
+        f"- {_evidence_link(entry.folder, fact, blob)}: {inline(short_place(fact.text))}"
         for fact in [fact for fact in v.evidence if fact.rank != NO_RANK][:8]
     ]
     out += [
         "- " + markdown(f"{fact.kind.replace('_', ' ')}: {fact.text}") for fact in v.evidence if fact.rank == NO_RANK
     ]
     return out
+
+
+def _evidence_link(folder: str, fact: Fact, blob: str | None) -> str:
+    """Return rank and kind of a fact, with a relative link to its file where a browser shows that as text."""
+    words = inline(f"rank {fact.rank}, {fact.kind.replace('_', ' ')}")
+    is_text = fact.file.endswith((".txt", ".log", ".json", ".jsonl"))
+    return f"[{words}]({quote(folder)}/{quote(fact.file)})" if folder and is_text and blob is None else words
 
 
 def _sentence_case(text: str) -> str:

@@ -1,7 +1,8 @@
-"""A verdict in the terminal: at most twelve lines: the culprit, one stack, and the folder of the evidence."""
+"""A verdict in the terminal: the culprit, the lines of source with what each rank did, and the folder of the evidence."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
@@ -9,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.diagnosis.verdict import SECOND_RUN, Verdict, by_ranks, runs_of
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.verdict import SECOND_RUN, Verdict, runs_of
 from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.report.plain import visible
 
-MOST_LINES = 12
+MOST_LINES = 20
+MOST_BECAUSE = 2
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
 MAX_HEAD_LINES = 5
@@ -65,41 +68,28 @@ def _sure(verdict: Verdict) -> str:
 
 
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
-    """Return the verdict in at most twelve lines."""
-    from pytest_nsa.report.divergence import describe_divergence  # not before a failure: sessions that pass do without
+    """Return the verdict in at most `MOST_LINES` lines: the culprit, the frame of source, why, and what to do."""
+    from pytest_nsa.report.divergence import describe_causes  # not before a failure: sessions that pass do without
+    from pytest_nsa.report.frame import frame_of, frame_text
 
-    diverged = [short_place(line) for line in describe_divergence(verdict)]
-    is_why = bool(diverged) and verdict.where == verdict.first_divergence.get("where")
-    out = [headline(verdict), *([] if is_why else [f"  why      {short_place(verdict.reason)}"]), *diverged]
+    out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
+    out += map(short_place, frame_text(frame_of(verdict, evidence), verdict.where.rpartition(":")[0]))
+    out += map(short_place, describe_causes(verdict))
     out += (f"  again    {short_place(fact.text)}" for fact in verdict.evidence if fact.kind == SECOND_RUN)
+    out += (f"  because  {short_place(text)}" for text in verdict.because[:MOST_BECAUSE])
     if verdict.module:
         out.append(f"  module   {verdict.module}")
     if verdict.parameters_missing:
         rest = f" and {len(verdict.parameters_missing) - 2} more" if len(verdict.parameters_missing) > 2 else ""
         out.append(f"  missing  {', '.join(verdict.parameters_missing[:-3:-1])}{rest}")
-    rank = next((r for r in evidence.ranks if r.rank in verdict.ranks and r.stack), None)
-    if diverged:
-        out += _last_calls(evidence)
-    elif rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
-        frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
-        out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
     if round(verdict.stalled_s, 1):
         until = "when it was last looked at" if evidence.stop == "host_died" else "before it was stopped"
-        memory = [] if diverged else [fact.text for fact in verdict.evidence if fact.kind == "memory"]
-        held = "".join(f"; memory: {text}" for text in memory)
-        out.append(f"  stalled  for {verdict.stalled_s:.1f} s {until}{held}")
+        short = [fact.text for fact in verdict.evidence if fact.kind == "memory" and "may be short" in fact.text]
+        out.append(f"  stalled  for {verdict.stalled_s:.1f} s {until}" + "".join(f"; memory: {text}" for text in short))
     last = [f"  do       {verdict.advice}"] if verdict.advice else []
+    last += [f"  more     pytest-nsa explain {verdict.cause}"] if verdict.cause in CAUSES else []
     last.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
     return [visible(line) for line in (*out[: MOST_LINES - len(last)], *last)]
-
-
-def _last_calls(evidence: Evidence) -> list[str]:
-    """Return a line with the last call of each rank, where there is one."""
-    calls = {
-        r.rank: r.board.waits_in or r.collectives[-1] for r in evidence.ranks if r.board is not None and r.collectives
-    }
-    texts = {rank: f"in {call.op} #{call.sequence} at {short_place(call.site)}" for rank, call in calls.items()}
-    return [f"  then     {by_ranks(texts, len(evidence.ranks))}"] if texts else []
 
 
 def failure(verdict: Verdict, evidence: Evidence) -> str:
@@ -147,9 +137,7 @@ def _failures_of(rank: RankEvidence, *, in_full: bool) -> Iterator[tuple[str, st
     from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
 
     if not in_full and rank.exceptions and all(map(is_victim, rank.exceptions)):
-        text = consequence(rank.exceptions[0])
-        yield text, text
-        return
+        return  # the frame of source shows where it was
     for entry in rank.reports:
         if entry["report"].get("outcome") == "failed":
             subtest = _subtest(entry["report"])
@@ -244,12 +232,22 @@ def _stack_text(rank: RankEvidence) -> str:
     if any(frame.function == "pytest_runtest_makereport" for thread in threads for frame in thread.frames):
         return ""
     shown = [t for t in threads if t.is_main or t.user_frame is not None or not t.waits_for_work]
+    if len(shown) == 1 and sum(f.is_user for f in shown[0].test_frames) <= 1 and shown[0].user_frame is not None:
+        return ""  # the frame of source has its line
     return visible("\n\n".join("\n".join(frame_lines(thread)[:MAX_SECTION_LINES]) for thread in shown))
 
 
 def frame_lines(thread: ThreadStack) -> list[str]:
-    """Return a thread's frames down to where the test was called, the user's own marked."""
-    return [("> " if f.is_user else "  ") + short_place(f.describe()) for f in thread.test_frames if not f.is_ours]
+    """Return a thread's frames down to where the test was called, the user's own marked, and torch's folded."""
+    found: list[str] = []
+    frames = [f for f in thread.test_frames if not f.is_ours]
+    for is_torch, run in itertools.groupby(frames, key=lambda f: "/site-packages/torch/" in f.file):
+        several = list(run)
+        if is_torch and len(several) > 1:
+            found.append(f"  {len(several)} frames of torch, from {several[-1].function}")
+        else:
+            found += [("> " if f.is_user else "  ") + short_place(f.describe()) for f in several]
+    return found
 
 
 def excerpt(path: Path) -> str:

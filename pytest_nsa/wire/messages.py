@@ -25,11 +25,17 @@ MOST_THREADS = 100
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "dict[str, Any]": (dict,), "dict[str, str]": (dict,),
     "dict[str, float]": (dict,),
-    "tuple[str, ...]": (list, tuple), "tuple[int, ...]": (list, tuple), "tuple[Fact, ...]": (list, tuple), "Outcome": (str,),
+    "tuple[str, ...]": (list, tuple), "tuple[int, ...]": (list, tuple), "tuple[Fact, ...]": (list, tuple),
+    "tuple[Label, ...]": (list, tuple), "Outcome": (str,),
 }  # fmt: skip
 # Texts of a closed list: some of them become classes and colours on a page.
 _CHOICES = {"Outcome": ("PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED")}
-_MEMBERS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int, "tuple[Fact, ...]": dict}
+_MEMBERS: dict[str, type] = {
+    "tuple[str, ...]": str,
+    "tuple[int, ...]": int,
+    "tuple[Fact, ...]": dict,
+    "tuple[Label, ...]": dict,
+}
 
 
 def check_kinds(of: Any, data: Any) -> None:

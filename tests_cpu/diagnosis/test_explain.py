@@ -51,7 +51,7 @@ def test_the_explanation_is_in_the_verdict(recorded: dict[str, Path]) -> None:
     verdict = diagnose(load(recorded["test_one_batch_less_in_an_epoch"]))
     assert verdict.rule == "calls.departed"
     assert verdict.terms
-    assert next(iter(verdict.terms)) in verdict.reason
+    assert next(iter(verdict.terms)) in verdict.explanation
     assert all(weight > 0 for weight in verdict.terms.values())
     assert json.loads(json.dumps(verdict.to_json()))["terms"] == verdict.terms
 

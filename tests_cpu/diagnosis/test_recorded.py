@@ -29,7 +29,7 @@ def test_the_verdict_from_a_recorded_folder(archive: str, name: str, recorded: d
     evidence, expected = load(recorded[archive][name]), faults(archive)[name]
     verdict = diagnose(evidence)
     assert (
-        max(len(verdict.ranks), 2) < len(evidence.ranks) or "the others" not in verdict.reason
+        max(len(verdict.ranks), 2) < len(evidence.ranks) or "the others" not in verdict.explanation
     )  # there are none, or one
     if expected.miss:
         is_named = expected.names(verdict.cause, verdict.ranks)
@@ -38,7 +38,7 @@ def test_the_verdict_from_a_recorded_folder(archive: str, name: str, recorded: d
         pytest.xfail(expected.miss)
     assert expected.names(verdict.cause, verdict.ranks), verdict.reason
     assert expected.allows(verdict.where), verdict.where
-    assert expected.reason in verdict.reason
+    assert expected.reason in verdict.explanation
     assert verdict.rule
 
 
@@ -72,7 +72,7 @@ def test_no_verdict_depends_on_words(recorded: dict[str, dict[str, Path]], monke
         monkeypatch.setattr(function, "__code__", empty[function.__annotations__["return"]].__code__)
     after = [diagnose(of) for of in evidence]
     assert len(makers) > 10
-    assert [v.reason for v in after] != [v.reason for v in before]
+    assert [v.explanation for v in after] != [v.explanation for v in before]
     assert [(v.cause, v.ranks, v.where, v.certain) for v in after] == [
         (v.cause, v.ranks, v.where, v.certain) for v in before
     ]

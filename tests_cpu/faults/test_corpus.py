@@ -165,7 +165,7 @@ def test_the_verdict(file: str, name: str, run_file: Run, request: pytest.Fixtur
         pytest.xfail(row.miss)
     assert is_right, (verdict.cause, verdict.ranks, verdict.reason)
     assert row.allows(verdict.where, lines), verdict.where
-    assert row.reason in verdict.reason or verdict.first_divergence  # a recorded program has run twice
+    assert row.reason in verdict.explanation or verdict.first_divergence  # a recorded program has run twice
     assert verdict.failed
 
 

@@ -70,34 +70,6 @@ def test_forks():
     for rank in ranks:
         rank.join()
 """
-# The engine waits for rank 0's answer, rank 0 in the call for rank 1, rank 1 for the engine's next request.
-ENGINE = """
-from common import *
-import torch, torch.distributed as dist, torch.multiprocessing as mp
-
-def work(rank, requests, answers):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{os.environ['PORT']}", rank=rank, world_size=2)
-    while True:
-        step = requests.recv()
-        if step == 2:
-            here(f"rank{rank}")
-        if not (rank == 1 and step == 2):
-            dist.all_reduce(torch.ones(4))  # HERE
-        answers.put(rank)
-
-def test_generates():
-    context = mp.get_context("spawn")
-    answers, pipes = context.Queue(), [context.Pipe() for _ in range(2)]
-    for rank in range(2):
-        context.Process(target=work, args=(rank, pipes[rank][1], answers), daemon=True).start()
-    for step in range(3):
-        for pipe, _ in pipes:
-            pipe.send(step)
-        if step == 2:
-            at_limit("rank0", "rank1")
-        for _ in pipes:
-            answers.get()
-"""
 # An environment made anew, as launchers of engines do.
 SCRIPT = """
 from common import *
@@ -265,16 +237,6 @@ def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
     assert failure.get("message", "").startswith("HANG: rank 1 of 2, skipped_collective")
     assert "from pytest-timeout" in (failure.text or ""), "what pytest-timeout says stays below the verdict"
     assert ET.parse(folder / "junit.xml").find(".//property[@name='nsa.verdict']") is not None
-
-
-def test_an_engine_and_its_workers_that_wait_in_a_circle(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, ENGINE)
-    found = verdict(folder)
-    assert (found["cause"], found["ranks"], found["certain"]) == ("skipped_collective", [1], False), done.stdout
-    assert f"test_it.py:{line_of(ENGINE, 'HERE')} in work" in str(found["where"])
-    assert "to read the next one from the process that started it" in str(found["reason"])
-    assert "in test_generates" in next(line for line in done.stdout.splitlines() if line.startswith("  waits "))
-    assert alive(folder) == []
 
 
 def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: WarmPython, folder: Path) -> None:

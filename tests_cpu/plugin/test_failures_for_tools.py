@@ -40,7 +40,7 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert result.outcomes == {"failed": 1, "errors": 2}
     assert set(result.verdicts) == {"test_broken_fixture", "test_fails[1]"}, "a missing fixture starts no ranks"
     assert "fixture 'nowhere' not found" in result.stdout
-    assert "ended at test_example.py:" in result.stdout, "what a victim raised is a line"
+    assert "<- rank 0 loses the connection to another rank" in result.stdout, "what a victim raised is a label"
     assert "GLHF" not in result.stdout
     cases = {case.get("name"): case for case in ET.parse(pytester.path / "junit.xml").iter("testcase")}
     assert cases["test_broken_fixture"].find("error") is not None

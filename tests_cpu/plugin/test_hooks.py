@@ -191,7 +191,7 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
     assert result.outcomes == {"errors": 1}
     verdict = result.verdicts["test_variables"]
     assert (verdict.cause, verdict.ranks) == ("rank_exception", (1,))
-    assert "RANK: the plugin numbers the ranks; remove it" in verdict.reason
+    assert "RANK: the plugin numbers the ranks; remove it" in verdict.explanation
     assert "pytest_nsa_artifact_name failed: LookupError: no name" in result.stdout
 
 

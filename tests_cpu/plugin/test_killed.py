@@ -77,7 +77,9 @@ def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[str], killed: s
     verdict = diagnosed(run)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
     assert str(verdict["where"]).startswith("test_example.py:")
-    assert ("the ranks were lost" in str(verdict["reason"])) == (not killed.startswith(("all", "host")))
+    assert ("the ranks were lost" in "; ".join([verdict["reason"], *verdict["because"]])) == (
+        not killed.startswith(("all", "host"))
+    )
 
 
 @pytest.mark.parametrize("moment", ["job.json", "rank1/board.bin", "rank1/stall.json", "stall"])
@@ -117,7 +119,9 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
     session.wait(60)
     verdict = diagnosed(run)
     assert (verdict["outcome"], verdict["cause"]) == ("FAIL", "unknown")
-    assert "was killed while they made progress; rank 0 at test_example.py:" in str(verdict["reason"])
+    assert "was killed while they made progress; rank 0 at test_example.py:" in "; ".join(
+        [verdict["reason"], *verdict["because"]]
+    )
 
 
 @pytest.mark.slow

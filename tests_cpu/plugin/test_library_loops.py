@@ -91,6 +91,6 @@ def test_a_rank_that_is_elsewhere_in_a_library_s_loops(pytester: pytest.Pytester
     found = {name: (v.cause, v.ranks) for name, v in result.verdicts.items()}
     assert found == {
         "test_stops_alone": ("skipped_collective", (1,)), "test_a_chunk_more": ("p2p_unmatched", (1,)),
-        "test_asserts_what_it_skipped": ("skipped_collective", (0,)),
+        "test_asserts_what_it_skipped": ("rank_exception", (0,)),  # not certain: an assert may have made its calls
         "test_asserts_before_it_calls": ("rank_exception", (1,)),
     }  # fmt: skip

@@ -31,7 +31,7 @@ def test_that_no_ranks_could_be_started_is_the_decision(pytester: pytest.Pyteste
     assert result.run is not None
     for verdict in result.verdicts.values():
         assert (verdict.cause, verdict.rule) == ("unknown", "engine.refused")
-        assert "no licence for a second process" in verdict.reason
+        assert "no licence for a second process" in verdict.explanation
         assert verdict.advice.startswith("fix what kept the ranks from starting")
         assert verdict.time_to_verdict_s < 3600  # before, it was the time since 1970
     decision = json.loads((result.run / "decision.json").read_text())

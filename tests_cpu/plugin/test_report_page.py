@@ -68,7 +68,7 @@ def article(page: str, name: str) -> str:
 
 
 def test_failures_come_first_and_passing_tests_fold_into_rows(page: str) -> None:
-    assert page.index("<h1>") < page.index("<article") < page.index("How it was decided") < page.index("All tests")
+    assert page.index("<h1>") < page.index("<article") < page.index("All tests")
     assert len(re.findall("<article", page)) == 3
     rows = re.findall(r'<tr data-outcome="(\w+)"', page)
     assert sorted(rows) == ["FAIL", "HANG", "HANG", "PASS", "PASS", "PASS"]
@@ -77,7 +77,7 @@ def test_failures_come_first_and_passing_tests_fold_into_rows(page: str) -> None
 
 
 def test_the_culprit_s_line_is_marked_in_its_source(page: str) -> None:
-    (marked,) = re.findall(r'<span class="line here">(.*?)\n</span>', article(page, "test_one_of_many"))
+    (marked,) = re.findall(r'<span class="line here">(.*?)</span>', article(page, "test_one_of_many"))
     assert marked.split() == ["10", "lock.acquire()"]
 
 

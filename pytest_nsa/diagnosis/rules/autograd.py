@@ -104,7 +104,7 @@ def never_arrived(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="unused_parameters", ranks=ranks, where=asserted[0][1].where if asserted else first.where,
         module=first.names[0].rpartition(".")[0],
-        reason=f"after the backward of step {first.step} no gradient had arrived on {describe_ranks(ranks, n)} for "
+        reason=f"no gradient arrived in step {first.step} on {describe_ranks(ranks, n)}; missing: "
         f"{few(first.names)}{others}",
         certain=True, confidence=0.95,
         facts=(

@@ -80,27 +80,29 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
     shown = each_call(entered, n, with_steps=any(c.step for c in entered.values()))
-    each = f": {shown}" if len({c.describe() for c in entered.values() if c.op != END}) > 1 else ""
+    each = f"; {shown}" if len({c.describe() for c in entered.values() if c.op != END}) > 1 else ""
     values, terms = found.candidate.values, terms_of(found, n)
+    name, of_others = f"another {mine.op}" if mine.op == other.op else mine.describe_number(), other.describe_number()
+    payloads = f"; {mine.describe_payload()}, not {other.describe_payload()}" if mine.op == other.op else ""
     if edit is Edit.ORDER:
-        reason = f"the ranks wait in different collectives: {shown}"
+        reason = f"the ranks wait in different collectives; {shown}"
     elif found.candidate.is_for_all and len({(c.op, c.place) for c in entered.values()}) == 1:
-        reason = f"the ranks gave different arguments: {shown}"
+        reason = f"the ranks gave different arguments; {shown}"
     elif found.candidate.is_for_all:
-        reason = f"the ranks are in different collectives: {shown}"
+        reason = f"the ranks are in different collectives; {shown}"
     elif edit is Edit.SKIP and are_waiting:
         detail = f"{who} made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
         went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
-        reason = f"{who} {went} without {other.describe()}, in which the others wait ({detail}){each}"
+        reason = f"{who} {went} without {of_others}, where the others wait; {detail}{each}"
     elif edit is Edit.SKIP:
         detail = f"{who} left the loop that the others are in{_within(found)}" if values.get("left") else "call skipped"
-        reason = f"{who} went on without {other.describe()}, in which the others wait ({detail}), and entered {mine.describe()}"
+        reason = f"{who} went on without {of_others}, and entered {name}; {detail}{payloads}"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
-        reason = f"{who} entered {mine.describe()}, which the others {went}{each}"
+        reason = f"{who} entered {name}, which the others {went}{each}"
     else:
-        round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
-        reason = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
+        round_ = "; it is in another round of the loop that the others left" if values.get("in a loop") else ""
+        reason = f"{who} entered {name}, where the others entered {of_others}{round_}{payloads}"
     race = race_of_threads(evidence, entered)
     reason += members_of_groups(evidence, entered) + race + because(terms)
     culprits, cause, reason = explained(evidence, ranks, edit.cause, reason, entered)

@@ -96,8 +96,9 @@ def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> D
         # A rank that creates only its own groups skipped some; a rank that creates another's has another order.
         if is_swapped and len(odd) < most and all(usual in later[r] or r not in at[r] for r in odd):
             reason = (
-                f"{describe_ranks(odd, n)} created the group of {describe_ranks(tuple(sorted(at[odd[0]])), n)} where the others "
-                f"created that of {describe_ranks(tuple(sorted(usual)), n)}: in another order, and so under another number"
+                f"{describe_ranks(odd, n)} created groups in another order, and so under other numbers; "
+                f"the group of {describe_ranks(tuple(sorted(at[odd[0]])), n)} where the others created that of "
+                f"{describe_ranks(tuple(sorted(usual)), n)}"
             )
             return "group_order_deadlock", odd, made[odd[0]][place].site, reason
         for members, number in reversed(by_number):

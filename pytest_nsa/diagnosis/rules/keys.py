@@ -33,11 +33,10 @@ def unset(evidence: Evidence) -> Finding | None:
             cause="io_stuck", ranks=ranks, where=last_seen(first), reason=reason, confidence=0.6, facts=facts, terms=terms
         )  # fmt: skip
     is_counted = wanted.name in wanted.keys.known
-    kind = "in which too few ranks have counted" if is_counted else "that is not set"
-    reason = stated(wanted.waiters, f"waits for a key of a store {kind}: {few(wanted.names)}", n)
+    kind = "; too few ranks have counted in it" if is_counted else " that is not set"
+    reason = stated(wanted.waiters, f"waits for a key of a store{kind}: {few(wanted.names)}", n)
     if found.candidate.edit is Edit.NEVER_SET:
         where, called_from = last_seen(evidence.ranks[ranks[0]]), ""
-        reason += f", at {where}"
         others = {c.note for r, c in entered.items() if c.op == KEY and r not in ranks}
         reason += f"; the others wait for {few(sorted(others))}" if others else ""
         advice = "see why the rank waits for a key that no rank sets: its name, or a round that the others do not make"

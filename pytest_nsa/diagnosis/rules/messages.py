@@ -170,7 +170,7 @@ def _dropped_finding(evidence: Evidence, dropped: Calls, waits: Calls, *, certai
     began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, n)
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(dropped)), where=first.site, called_from=next(iter(first.way[1:]), ""),
-        reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {each_call(waits, n)}",
+        reason=f"{began} and dropped its Work; gloo then forgets the message; {each_call(waits, n)}",
         certain=certain, confidence=0.95 if certain else 0.7, facts=all_facts(evidence.ranks),
         advice="keep the Work that isend or irecv returns, and wait for it",
     )  # fmt: skip

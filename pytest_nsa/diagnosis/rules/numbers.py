@@ -21,11 +21,11 @@ from pytest_nsa.wire.files import read_lines, with_numbers
 TOLERANCE = 1e-6  # relative, of a tensor's norm
 Model = tuple[tuple[int, ...], int, int]  # its ranks, the joins before, its index among their models
 _WHAT = {
-    "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced, and after the optimizer's step the values of",
-    "unreduced": "DDP has reduced nothing (no_sync), and when the test ended the values of",
-    "by_hand": "the program reduces the gradients by itself, and after its update the values of",
-    "gradient": "after their reduction, the gradients of",
-    "parameter": "after the optimizer's step, the values of",
+    "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced",
+    "unreduced": "DDP has reduced nothing (no_sync)",
+    "by_hand": "the program reduces the gradients by itself; they differ after its update",
+    "gradient": "its gradients differ after their reduction",
+    "parameter": "its values differ after the optimizer's step",
 }
 
 
@@ -231,7 +231,7 @@ def _diverged(records: Mapping[int, dict[str, Any]], index: int, names: list[str
         ranks=ranks,
         where=records[ranks[0]].get("site", ""),  # where the difference was observed
         module=name.rpartition(".")[0],
-        reason=f"{_WHAT[first['kind']]} {name} differ between ranks from step {first['step']} on (L2 norms: {shown})",
+        reason=f"{name} differs between ranks from step {first['step']} on; {_WHAT[first['kind']]}; L2 norms: {shown}",
         certain=True,
         confidence=0.95,
         facts=tuple(

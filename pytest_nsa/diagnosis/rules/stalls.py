@@ -19,7 +19,7 @@ from pytest_nsa.diagnosis.facts import (
 from pytest_nsa.diagnosis.rules.activity import Activity, activity_of, computes_aside, is_silent
 from pytest_nsa.diagnosis.rules.exits import deaths
 from pytest_nsa.diagnosis.rules.messages import is_paired
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, stated
 from pytest_nsa.diagnosis.words import polled
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -51,24 +51,15 @@ def blocked(evidence: Evidence) -> Finding | None:
     # A rank that holds the lock while it waits for the others is the culprit, not those that ask for the lock.
     holders = tuple(h for h in activity.holders if evidence.ranks[h].is_waiting)
     culprits = holders or culprits
-    held_up = {r for r, other in activities.items() if themselves and set(other.holders) <= set(themselves)}
-    waiting = tuple(
-        r.rank
-        for r in alive
-        if r.rank not in culprits and (r.rank in held_up or (r not in absent and (r.is_waiting or r.waits_for_a_key)))
-    )
     n = evidence.job.world_size
     does = tuple(r for r in culprits if r in activities)
     if not does:  # a holder waits in something else: its line is where it does so
         does, rank = tuple(r for r in activities if activities[r] == activity), evidence.ranks[culprits[0]]
-    who = describe_ranks(does, n)
-    reason = f"{f'each of {who}'.replace(' all ', ' the ') if len(does) > 1 else who} {activity.description}"
+    reason = stated(does, activity.description, n)
     condition, advice = polled(rank) if activity.cause == "sleeping" else ("", "")
     reason += condition
     for holder in (h for h in culprits if h not in does):
         reason += f"; rank {holder} waits {doing(evidence.ranks[holder])}"
-    if waiting:
-        reason += f"; {describe_ranks(waiting, n)} waited for it"
     more = [(r, other) for r, other in activities.items() if other.cause != activity.cause]
     for number, other in more:
         at = other.where or last_seen(evidence.ranks[number])

@@ -63,7 +63,7 @@ def differences(name: str, result: ExampleResult) -> list[str]:
         found += [f"{test}: has no verdict"] if not verdicts else []
         for nodeid, verdict in verdicts.items():
             wrong = _differs(words, program.lines.get(test, set()), verdict) or _is_announced(words, nodeid, result)
-            told = f"{verdict.outcome} {verdict.cause} {verdict.ranks} at {verdict.where}: {verdict.reason}; {verdict.advice}"
+            told = f"{verdict.outcome} {verdict.cause} {verdict.ranks} at {verdict.where}: {verdict.explanation}; {verdict.advice}"
             found += [f"{nodeid}: -> {words}; {wrong}: {told}"] if wrong else []
     return found
 
@@ -89,7 +89,8 @@ def _differs(text: str, lines: set[int], verdict: Verdict) -> str:
             "in": lambda: verdict.module == next(values),
             "with": lambda: next(values) in {fact.kind for fact in verdict.evidence},
         }[word]()
-    holds["says"] = says in f"{verdict.reason} {verdict.advice}"
+    labels = " ".join(label.text for label in verdict.labels)
+    holds["says"] = says in f"{verdict.explanation} {verdict.advice} {labels}"
     return ", ".join(word for word, is_true in holds.items() if not is_true) or ("" if verdict.failed else "fails")
 
 

@@ -136,7 +136,7 @@ def test_by_a_functional_list(group):  # -> skipped_collective 1: all_reduce_coa
 
 
 @world_size(3)
-def test_by_an_overload(group):  # -> skipped_collective 1: all_reduce #5 (float32 x 5)
+def test_by_an_overload(group):  # -> skipped_collective 1: all_reduce #5
     overload = torch.ops._c10d_functional.all_reduce.default
     if group.rank == 0:  # a trace runs nothing
         torch.fx.symbolic_trace(lambda x: overload(x, "sum", "0"))
