@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pytest_nsa.cli.compare import compare
 from pytest_nsa.cli.explain import explain
+from pytest_nsa.cli.foreign import diagnose_foreign
 from pytest_nsa.cli.foreign_folders import sources_folder, to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("diagnose", help="print the verdict on a test's folder, or on every test of a run")
     command.add_argument(
         "folders", metavar="DIR", type=Path, nargs="+",
-        help="as in artifacts/latest or artifacts/latest/SCENARIO; of a training on several nodes, the folder of each",
+        help="as in artifacts/latest or artifacts/latest/SCENARIO, or dumps, logs and stacks that other tools left",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print verdict.json objects, one a line")
     command.add_argument(
@@ -140,14 +141,17 @@ def _count(text: str) -> int:
 
 def _diagnose(arguments: argparse.Namespace) -> int:
     first, *others = arguments.folders
-    if not find_test_folders(first):
+    if not (first.is_dir() and find_test_folders(first)):
         ended = read_object(first / FINISHED)
         has_passed = bool(read_entries(first)) and ended.get("failed") == 0 and not ended.get("interrupted")
         if has_passed and not (arguments.json or arguments.html):
             print("no test failed; of tests that pass, --ranks-keep=all keeps the evidence", file=sys.stderr)
             return 0
+        code = diagnose_foreign(arguments.folders, as_json=arguments.json)
+        if code is not None:
+            return code
         print(
-            f"error: {str(first)!r}: no evidence here (no job.json); give a run's or a test's folder",
+            f"error: {str(first)!r}: no evidence here; give the folder of a run or a test, or dumps, logs and stacks of a job",
             file=sys.stderr,
         )
         return 2

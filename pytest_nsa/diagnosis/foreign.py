@@ -1,0 +1,219 @@
+"""The verdict on a job of which only other tools left evidence: recorders, watchdogs, analyzers, samplers of stacks.
+
+The evidence states calls of one number with another operation or size, an exception, and the end of a process. Counters alone prove
+nothing: a verdict by them is never certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pytest_nsa.diagnosis.engine import diagnose, first_finding
+from pytest_nsa.diagnosis.facts import found_on, last_seen
+from pytest_nsa.diagnosis.rules import absence, calls, messages, stalls
+from pytest_nsa.diagnosis.rules.exits import is_victim_text
+from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
+from pytest_nsa.evidence.board import BoardSnapshot, Collective
+from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.stacks import Frame, ThreadStack
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
+from pytest_nsa.foreign.values import ForeignCall, ForeignJob, ForeignRank
+from pytest_nsa.wire.messages import Job
+
+_CAUSES = {"missing": "missing_collective", "mismatch": "collective_mismatch", "behind": "missing_collective"}
+
+
+def judge(job: ForeignJob, name: str) -> tuple[Verdict, Evidence]:
+    """Return the verdict on a job, and the evidence in the form that reports take. ``name`` is shown as the test's."""
+    evidence = evidence_of(job, name)
+    rules = [_as_rule(job, rule) for rule in (_raised, _died)]
+    rules += [_as_rule(job, rule) for rule in (_different_calls, _stated, _absent, _behind)]
+    rules += [
+        calls.waiting_in_different_calls,
+        messages.unpaired,
+        stalls.blocked,
+        absence.not_entered,
+        stalls.in_transit,
+    ]
+    found, _ = first_finding(rules, evidence)
+    if found is None:
+        return diagnose(evidence, (_unknown,)), evidence
+    return diagnose(evidence, (lambda _: found,)), evidence
+
+
+def _as_rule(
+    job: ForeignJob, rule: Callable[[ForeignJob, Evidence], Finding | None]
+) -> Callable[[Evidence], Finding | None]:
+    def of_evidence(evidence: Evidence) -> Finding | None:
+        return rule(job, evidence)
+
+    of_evidence.__module__, of_evidence.__name__ = __name__, rule.__name__.strip("_")
+    return of_evidence
+
+
+def _raised(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find an exception of a rank that is not the report of a lost peer or of a time limit."""
+    own = {r: v.error for r, v in job.ranks.items() if v.error and not is_victim_text(v.error)}
+    if not own:
+        return None
+    first = min(own)
+    ranks = [evidence.ranks[r] for r, error in sorted(own.items()) if error == own[first]]
+    return found_on(evidence, "rank_exception", ranks, own[first], 0.9, certain=len(ranks) < len(evidence.ranks))
+
+
+def _died(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find the ranks that a signal ended, other than SIGTERM, by which a launcher ends the others."""
+    dead = [evidence.ranks[r] for r, v in sorted(job.ranks.items()) if v.signal and v.signal != 15]
+    if not dead:
+        return None
+    names = ", ".join(f"rank {r.rank} was ended by signal {r.signal}" for r in dead)
+    return found_on(evidence, "rank_died", dead, names, 0.9, certain=len(dead) == 1)
+
+
+def _different_calls(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find calls of one number that differ in operation or size."""
+    return calls.departed(evidence)
+
+
+def _stated(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find what an analyzer, a monitored barrier or a service states: the narrowest statement, that of the fewest ranks."""
+    known = [s for s in job.statements if s.ranks and max(s.ranks) < len(evidence.ranks)]
+    if not known:
+        return None
+    first = min(known, key=lambda s: (s.kind != "mismatch", len(s.ranks)))
+    who = describe_ranks(first.ranks, evidence.job.world_size)
+    ranks = [evidence.ranks[r] for r in first.ranks]
+    return found_on(
+        evidence, _CAUSES[first.kind], ranks, f"{who}: {first.text}", 0.8, where=first.where or last_seen(ranks[0])
+    )
+
+
+def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find the ranks without a pending call, or without a dump, for which others wait in a group of both."""
+    waited = {r: v.pending for r, v in job.ranks.items() if v.pending}
+    idle = [
+        r for r in range(len(evidence.ranks)) if r not in waited and not (r in job.ranks and job.ranks[r].has_pending)
+    ]
+    needed = [r for r in idle if any(r in _members(job, c.group) for calls_of in waited.values() for c in calls_of)]
+    if not waited or not needed or 2 * len(needed) > len(evidence.ranks):
+        return None
+    missed = min(
+        (c for calls_of in waited.values() for c in calls_of if needed[0] in _members(job, c.group)),
+        key=lambda c: c.peer != -1,
+    )
+    without = [r for r in needed if r not in job.ranks or not job.ranks[r].has_dump]
+    ranks = [evidence.ranks[r] for r in needed]
+    who = describe_ranks(tuple(needed), evidence.job.world_size)
+    reason = f"{who} never entered {missed.op} #{missed.number}, where others wait"
+    if without:
+        reason += f"; {describe_ranks(tuple(without), evidence.job.world_size)} left no dump"
+    where = last_seen(ranks[0]) or _where(missed)
+    return found_on(evidence, "missing_collective", ranks, reason, 0.6 if without else 0.8, where=where)
+
+
+def _behind(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find the ranks that have completed the fewest calls in each of their groups, and fewer than another rank in one.
+
+    A call completes on a rank when every member has begun it. So a rank that is behind another waits for none that is ahead.
+    Groups with messages are skipped: their counters also count sends and receives.
+    """
+    pairs = {c.group for v in job.ranks.values() for c in v.calls if c.peer != -1}
+    by_group: dict[str, dict[int, int]] = {}
+    for r, values in job.ranks.items():
+        for group, counts in values.counts.items():
+            if group not in pairs:
+                by_group.setdefault(group, {})[r] = counts.completed
+    lowest = {r for of in by_group.values() for r, n in of.items() if n < max(of.values())}
+    ahead = {r for of in by_group.values() for r, n in of.items() if n > min(of.values())}
+    found = sorted(lowest - ahead)
+    if not found or 2 * len(found) > len(evidence.ranks):
+        return None
+    group, of = next((g, of) for g, of in by_group.items() if found[0] in of and of[found[0]] < max(of.values()))
+    who = describe_ranks(tuple(found), evidence.job.world_size)
+    reason = f"{who} completed the fewest calls in each group; in group {group} {of[found[0]]}, others up to {max(of.values())}"
+    ranks = [evidence.ranks[r] for r in found]
+    return found_on(evidence, "device_busy", ranks, reason, 0.6, where=last_seen(ranks[0]))
+
+
+def _unknown(evidence: Evidence) -> Finding:
+    places = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if (place := last_seen(r)))
+    return Finding(cause="unknown", ranks=(), reason=f"no rule fits{f'; {places}' if places else ''}", confidence=0.0)
+
+
+def missing_for_more(job: ForeignJob) -> str:
+    """Return which evidence would show more, as one sentence; '' where dumps with stacks are there."""
+    has_frames = any(c.frames for v in job.ranks.values() for c in v.calls) or any(v.stack for v in job.ranks.values())
+    if not has_frames:
+        return (
+            "for lines: py-spy dump of each rank, or dumps with stacks (TORCH_FR_BUFFER_SIZE=2000 at the next launch)"
+        )
+    if not any(v.calls for v in job.ranks.values()):
+        return "for calls: flight recorder dumps (TORCH_FR_BUFFER_SIZE=2000 at the next launch)"
+    return ""
+
+
+def _members(job: ForeignJob, group: str) -> tuple[int, ...]:
+    known = job.groups.get(group)
+    if known:
+        return known
+    called = {r for r, v in job.ranks.items() if any(c.group == group for c in v.calls) or group in v.counts}
+    return tuple(range(job.size)) if group == "0" or group.startswith("of ") else tuple(sorted(called))
+
+
+def evidence_of(job: ForeignJob, name: str) -> Evidence:
+    """Return the values that the diagnosis takes: stalled ranks with the calls of their dumps."""
+    n = job.size
+    groups = {g: _members(job, g) for v in job.ranks.values() for g in (*v.counts, *(c.group for c in v.calls))}
+    ranks = tuple(_rank(r, job.ranks.get(r, ForeignRank()), groups) for r in range(n))
+    return Evidence(
+        job=Job(nodeid=name, folder=name, world_size=n, backend=job.backend), ranks=ranks, stop="hang_after", stalled_s=1.0,
+        moved_at_stop=False, duration_s=0.0, started=0.0, stop_time=0.0, waits_s=0.0, refused="", lost="", folder=Path(name),
+        sources=Sources(),
+    )  # fmt: skip
+
+
+def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]]) -> RankEvidence:
+    ring = tuple(_collective(i, c, values, len(groups.get(c.group, ()))) for i, c in enumerate(_in_order(values.calls)))
+    board = BoardSnapshot(
+        numbers={"step": 0.0, "gradients": 0.0, "gradients_expected": 0.0}, phase="", module="", parameter="", line="",
+        phase_line="", nodes_module="", key="", path=(), arrived=b"", decode_ring=lambda: ring,
+    )  # fmt: skip
+    error = RaisedException(
+        time=0.0, type=values.error.partition(": ")[0], message=values.error.partition(": ")[2], when="call", file="", line=0,
+        function="", module="", raised_in="", chain=(), frames=values.stack,
+    )  # fmt: skip
+    return RankEvidence(
+        rank=number, exit_code=None, signal=values.signal, exit_time=0.0,
+        by_us=not values.signal, finished=False, passed=False, skipped=None,
+        xfailed=None, left={}, exceptions=(error,) if values.error else (), parameter_names=(),
+        board=board if values.calls else None,
+        beat_age_s=None, moved_at_stop=False, process={},
+        threads=(ThreadStack(values.stack, is_main=True),) if values.stack else (), fatal=(), children_threads=(),
+        native_symbol="", native_absent="", abort_message="", reports=(), heartbeats=(), notes=(), warnings=(), left_running=(),
+        left_threads=(), left_handlers=(), quit_debugger=False, pytest_exit={}, gone=0.0, anomalies=(), modules=(),
+        checksums=Path("/nonexistent"), parallel=None, ddp={}, groups=groups, numbers={}, folder=Path("/nonexistent"),
+        sources=Sources(),
+    )  # fmt: skip
+
+
+def _in_order(calls_of: Iterable[ForeignCall]) -> list[ForeignCall]:
+    return sorted(calls_of, key=lambda c: (c.created, c.number))
+
+
+def _collective(index: int, call: ForeignCall, values: ForeignRank, size: int) -> Collective:
+    is_done = call not in values.pending
+    return Collective(
+        index=index, op=call.op, group=call.group, sequence=call.number, dtype=call.dtype, count=call.count, site=_where(call),
+        step=0, phase="", peer=call.peer, size=size, entered=call.created or float(index + 1), left=1.0 if is_done else 0.0,
+        callers=" < ".join(f.describe() for f in _user(call.frames)[1:]),
+    )  # fmt: skip
+
+
+def _user(frames: tuple[Frame, ...]) -> list[Frame]:
+    return [f for f in frames if f.is_user]
+
+
+def _where(call: ForeignCall) -> str:
+    found = _user(call.frames)
+    return found[0].describe() if found else ""

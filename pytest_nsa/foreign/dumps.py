@@ -1,0 +1,139 @@
+"""Read the dump of a flight recorder, a pickle or JSON of torch 2.4 and later, of any backend, with one file per rank."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.foreign.values import MOST_CALLS, Counts, ForeignCall, ForeignJob
+
+LARGEST = 1 << 29  # bytes of a dump
+_RANK_IN_NAME = re.compile(r"(\d+)(?!.*\d)")
+_PEERS = re.compile(r"(?P<op>send|recv) (?P<mine>-?\d+)(->|<-)(?P<other>-?\d+)")
+_DTYPES = {
+    "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "int": "int32", "long": "int64",
+    "short": "int16", "byte": "uint8", "char": "int8", "bool": "bool",
+}  # fmt: skip
+_OPS = {
+    "all_reduce": "allreduce", "all_gather": "allgather", "all_gather_base": "allgather", "all_gather_into_tensor": "allgather",
+    "allgather": "allgather", "allgather_base": "allgather", "reduce_scatter_base": "reduce_scatter",
+    "alltoall_base": "all_to_all", "alltoall": "all_to_all",
+}  # fmt: skip
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, texts, lists and dictionaries. It refuses everything that a pickle could execute."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which a dump does not have")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to an object outside of it")
+
+
+def is_dump(head: bytes) -> bool:
+    """Return whether a file begins as a pickle or a JSON object."""
+    return head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or head.lstrip()[:1] == b"{"
+
+
+def parse_dump(data: bytes) -> dict[str, Any] | None:
+    """Return the object of a dump; None where it is another pickle or JSON. Raise ValueError for what cannot be read."""
+    try:
+        if data[:1] == b"\x80":
+            found = _PlainUnpickler(io.BytesIO(data)).load()
+        else:
+            found = json.loads(data)
+    except Exception as error:  # a pickle of unknown origin raises anything
+        raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from None
+    is_one = isinstance(found, dict) and ("entries" in found or "pg_status" in found)
+    return found if is_one else None
+
+
+def rank_of(path: Path, dump: dict[str, Any]) -> int | None:
+    """Return a dump's rank: as it states, else the last number in the file's name, else in its folder's; None without any."""
+    if isinstance(dump.get("rank"), int):
+        return int(dump["rank"])
+    for name in (path.name.partition(".")[0], path.parent.name):
+        if found := _RANK_IN_NAME.search(name):
+            return int(found[1])
+    return None
+
+
+def add_dump(job: ForeignJob, number: int, dump: dict[str, Any]) -> None:
+    """Add a rank's dump. Raise ValueError, TypeError or KeyError for one of another form."""
+    rank = job.rank(number)
+    if rank.has_dump and rank.calls:
+        return  # the same dump in another form
+    rank.has_dump = True
+    for config in _objects(list(_object(dump.get("pg_config")).values())):
+        members = json.loads(str(config.get("ranks") or "[]"))
+        if members and all(isinstance(m, int) for m in members):
+            job.groups[_group_name(config.get("name"), config.get("desc"))] = tuple(members)
+    names: dict[str, str] = {}  # the counters name a group by a number that only entries map
+    for entry in _objects(dump.get("entries"))[-MOST_CALLS:]:
+        group = _group_of(entry)
+        names[str(entry.get("pg_id"))] = group
+        call = _call(entry, group)
+        if call is not None:
+            rank.calls.append(call)
+    for number_, status in _object(dump.get("pg_status")).items():
+        if not isinstance(status, dict) or str(number_) not in names:
+            continue
+        enqueued, completed = (int(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "completed"))
+        rank.counts[names[str(number_)]] = Counts(enqueued, completed)
+
+
+def _object(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list | tuple) else []
+
+
+def _group_name(name: Any, description: Any) -> str:
+    return "0" if description == "default_pg" else str(name)
+
+
+def _group_of(entry: dict[str, Any]) -> str:
+    group = entry.get("process_group", entry.get("pg_name", ("0", "")))
+    if isinstance(group, list | tuple) and group:
+        return _group_name(group[0], group[1] if len(group) > 1 else "")
+    return str(group)
+
+
+def _call(entry: dict[str, Any], group: str) -> ForeignCall | None:
+    name = str(entry.get("profiling_name", "")).rpartition(":")[2]
+    if not name or name == "coalesced":
+        return None
+    peers = _PEERS.match(name)
+    sizes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
+    count = sum(math.prod(int(n) for n in size) for size in sizes if isinstance(size, list | tuple))
+    dtype = str(dtypes[0]).lower() if dtypes else ""
+    number = entry.get("p2p_seq_id" if peers else "collective_seq_id", entry.get("seq_id", 0))
+    return ForeignCall(
+        group=group,
+        number=int(number),
+        op=peers["op"] if peers else name_of_op(name),
+        dtype=_DTYPES.get(dtype, dtype),
+        count=count,
+        peer=int(peers["other"]) if peers else -1,
+        is_complete=entry.get("state") == "completed" or bool(entry.get("retired")),
+        created=float(entry.get("time_created_ns") or 0) / 1e9,
+        frames=tuple(
+            Frame(str(f.get("filename", "")), int(f.get("line", 0)), str(f.get("name", "")))
+            for f in _objects(entry.get("frames"))
+        ),
+    )
+
+
+def name_of_op(name: str) -> str:
+    """Return one name for an operation that backends and watchdogs spell in several ways."""
+    bare = name.strip("_").lower()
+    return _OPS.get(bare, bare)

@@ -1,0 +1,122 @@
+"""Find out by their content what files are, and read all of them as one job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pytest_nsa.foreign.dumps import LARGEST, add_dump, is_dump, parse_dump, rank_of
+from pytest_nsa.foreign.logs import add_log, lines_of
+from pytest_nsa.foreign.stacks import is_stack_text, read_stacks
+from pytest_nsa.foreign.texts import is_analysis, read_analysis, world_size_in
+from pytest_nsa.foreign.values import ForeignJob
+from pytest_nsa.wire.files import open_to_read
+
+MOST_FILES = 1 << 14
+TEXT = 16 << 20  # bytes of a text that is read as a whole
+_RANK_IN_NAME = re.compile(r"(?:rank|proc|worker|default|stderr|stdout|log|stack|dump)[_.-]?(\d+)", re.I)
+
+
+def read_job(paths: Iterable[Path]) -> ForeignJob:
+    """Return what the files of some paths show of a job; ``kinds`` is empty where no file has evidence of a known kind."""
+    job = ForeignJob()
+    counts: Counter[str] = Counter()
+    versions: set[str] = set()
+    for path in _files(paths):
+        try:
+            counts.update(_read(job, path, versions))
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            job.unread.append(f"{path}: {str(error)[:200] or type(error).__name__}")
+    for kind, number in sorted(counts.items()):
+        noun = kind if number == 1 else _plural(kind)
+        job.kinds.append(f"{number} {noun}{_detail(job, kind, versions)}")
+    return job
+
+
+def _plural(kind: str) -> str:
+    return f"logs{kind[3:]}" if kind.startswith("log ") else f"{kind}s"
+
+
+def _detail(job: ForeignJob, kind: str, versions: set[str]) -> str:
+    if kind != "flight recorder dump":
+        return ""
+    ranks = sorted(rank for rank, values in job.ranks.items() if values.has_dump)
+    has_frames = any(call.frames for values in job.ranks.values() for call in values.calls)
+    version = f", version {', '.join(sorted(versions))}" if versions else ""
+    return f"{version}, ranks {ranks[0]} to {ranks[-1]}, {'with' if has_frames else 'without'} stacks"
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    found = 0
+    for path in paths:
+        below = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and not p.is_symlink())
+        for file in below:
+            found += 1
+            if found > MOST_FILES:
+                raise ValueError(f"{path}: more than {MOST_FILES} files; give the folder of one job")
+            yield file
+
+
+def _read(job: ForeignJob, path: Path, versions: set[str]) -> list[str]:
+    """Add a file to a job; return its kinds of evidence."""
+    number = _number_in(path)
+    descriptor, size = open_to_read(path, follow=True)
+    with os.fdopen(descriptor, "rb") as file:
+        head = file.read(4096)
+        if is_dump(head) and size <= LARGEST:
+            dump = parse_dump(head + file.read(LARGEST))
+            if dump is None:
+                return []
+            rank = rank_of(path, dump)
+            if rank is None:
+                raise ValueError("no rank is in its name: rename it, as dump_0")
+            add_dump(job, rank, dump)
+            versions.add(str(dump.get("version", "?")))
+            job.backend = "gloo" if "gloo:" in str(dump.get("entries", ""))[:20_000] else job.backend
+            return ["flight recorder dump"]
+        if b"\0" in head:
+            return []
+        if size <= TEXT:
+            text = (head + file.read(TEXT)).decode("utf-8", "replace")
+            kinds = _read_text(job, path, text, number)
+            if kinds:
+                return kinds
+        file.seek(0)
+        return [f"log with {kind}" for kind in sorted(add_log(job, lines_of(file), number))]
+
+
+def _read_text(job: ForeignJob, path: Path, text: str, number: int | None) -> list[str]:
+    kinds = []
+    if is_stack_text(text):
+        for rank, frames in read_stacks(text):
+            of = rank if rank is not None else number if number is not None else _last_number(path)
+            if of is not None and frames:
+                job.rank(of).stack = frames
+                kinds.append("text of stacks")
+    elif is_analysis(text):
+        job.statements += read_analysis(text)
+        job.world_size = max(job.world_size, world_size_in(text))
+        kinds.append("text of an analyzer")
+    return kinds
+
+
+def _number_in(path: Path) -> int | None:
+    found = _RANK_IN_NAME.search(path.name) or _RANK_IN_NAME.search(path.parent.name)
+    return int(found[1]) if found else int(path.stem) if path.stem.isdecimal() else None
+
+
+def _last_number(path: Path) -> int | None:
+    found = re.findall(r"\d+", path.stem)
+    return int(found[-1]) if found else None

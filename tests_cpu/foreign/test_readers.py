@@ -1,0 +1,126 @@
+"""Readers of foreign evidence: forms of one fact, several kinds together, and files by hostile hands."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.cli.main import main
+from pytest_nsa.diagnosis.foreign import judge
+from pytest_nsa.foreign.find import read_job
+from tests_cpu.foreign.cases import CASES, PY_SPY, dump, entry, watchdog
+
+
+class Harmful:
+    """Creates a file where a pickle of it is loaded without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_pickle_that_names_a_global_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dump_0").write_bytes(pickle.dumps({"entries": [Harmful(tmp_path / "made")], "version": "2.10"}))
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert not (tmp_path / "made").exists()
+    assert "mkdir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04" + b"\xff" * 50, pickle.dumps({"entries": [{"process_group": ("0",), "collective_seq_id": "x"}]}),
+        pickle.dumps({"entries": [{"input_sizes": [["a"]], "profiling_name": "nccl:all_reduce"}]}), b"{" * 100_000, b"{}",
+        json.dumps({"entries": [{"profiling_name": "nccl:x", "collective_seq_id": 1e400}]}).encode(),
+        pickle.dumps({"pg_config": {"0": {"ranks": "[[[["}}, "entries": []}), b"\x1b[31m" * 1000, b"\0" * 5000,
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_a_damaged_file_is_named_or_ignored(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "dump_3").write_bytes(data)
+    job = read_job([tmp_path])
+    assert len(job.unread) <= 1
+    assert not job.statements
+
+
+def test_dumps_as_pickles_and_as_json_are_one_job(tmp_path: Path) -> None:
+    for name, text in CASES["backward_of_a_batch_norm"].files.items():
+        write(tmp_path, **{f"{name}.json": text})
+        (tmp_path / name).write_bytes(pickle.dumps(json.loads(text)))
+    job = read_job([tmp_path])
+    assert [len(rank.calls) for rank in job.ranks.values()] == [1, 1]
+    assert job.kinds == ["4 flight recorder dumps, version 2.10, ranks 0 to 1, with stacks"]
+
+
+def test_stacks_give_the_line_that_dumps_lack(tmp_path: Path) -> None:
+    write(tmp_path, **CASES["one_rank_without_a_gather"].files)
+    inner = "sleep (/job/data.py:9)"
+    write(tmp_path, **{"stack_0.txt": PY_SPY.format(pid=1, state="idle", inner=inner, line="load (/job/train.py:90)")})
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert verdict.ranks == (0,)
+    assert verdict.where == "/job/data.py:9 in sleep"
+
+
+def test_counters_alone_are_never_certain(tmp_path: Path) -> None:
+    members = {"0": [0, 1, 2, 3]}
+    for rank in range(4):
+        done = 7 if rank == 2 else 9
+        write(tmp_path, **{f"dump_{rank}": dump([entry("all_reduce", done + 1)], {"0": (10, done)}, members)})
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert (verdict.ranks, verdict.certain) == ((2,), False)
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank{r}]:", "{r}: ", "[default{r}]:", "\x1b[36m(RayWorker pid=9)\x1b[0m "])
+def test_a_watchdog_s_line_is_read_behind_any_prefix(prefix: str, tmp_path: Path) -> None:
+    write(tmp_path, log="".join(watchdog(r, 19, "ALLREDUCE", 8, prefix.format(r=r)) for r in (0, 2)))
+    verdict, _ = judge(read_job([tmp_path / "log"]), "job")
+    assert verdict.ranks == (1,)
+
+
+def test_the_dump_of_torch_s_own_recorder_is_read(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method=f'file://{sys.argv[1]}/store', rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "open(sys.argv[1] + '/dump_0', 'wb').write(torch._C._distributed_c10d._dump_fr_trace())\n"
+    )
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment, timeout=100)
+    (call,) = read_job([tmp_path / "dump_0"]).ranks[0].calls
+    assert (call.op, call.number, call.dtype, call.count) == ("allreduce", 1, "float32", 3)
+    assert any(frame.function == "<module>" for frame in call.frames)
+
+
+def test_one_command_prints_kinds_verdict_and_what_is_lacking(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, **CASES["one_more_shard"].files)
+    assert main(["diagnose", str(tmp_path / "job.log")]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 log with watchdog\nHANG: rank 7 of 8, collective_mismatch")
+    assert "lacks" in printed
+    assert main(["diagnose", "--json", str(tmp_path)]) == 1
+    assert json.loads(capsys.readouterr().out)["ranks"] == [7]
+
+
+def test_a_long_log_is_read_line_by_line(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    with log.open("w") as file:
+        for _ in range(200):
+            file.write("INFO step done, Error rate 0.1 " + "x" * 100_000 + "\n")
+        file.write(watchdog(0, 3, "ALLREDUCE", 8))
+    assert read_job([log]).ranks[0].calls[0].number == 3
