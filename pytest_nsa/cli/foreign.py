@@ -15,7 +15,7 @@ from pytest_nsa.report.terminal import lines
 MOST_UNREAD = 5
 
 
-def diagnose_foreign(paths: Sequence[Path], *, as_json: bool) -> int | None:
+def diagnose_foreign(paths: Sequence[Path], *, as_json: bool, sources: bool) -> int | None:
     """Print the kinds of files and the verdict on their job. Return the exit code; None where no file has evidence."""
     job = read_job(paths)
     for text in job.unread[:MOST_UNREAD]:
@@ -24,7 +24,7 @@ def diagnose_foreign(paths: Sequence[Path], *, as_json: bool) -> int | None:
         return 2 if job.unread else None
     for kind in job.kinds:
         print(visible(kind), file=sys.stderr if as_json else sys.stdout)
-    verdict, evidence = judge(job, str(paths[0]))
+    verdict, evidence = judge(job, str(paths[0]), sources=sources)
     if as_json:
         print(json.dumps(verdict.to_json()))
     else:

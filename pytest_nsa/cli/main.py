@@ -147,7 +147,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         if has_passed and not (arguments.json or arguments.html):
             print("no test failed; of tests that pass, --ranks-keep=all keeps the evidence", file=sys.stderr)
             return 0
-        code = diagnose_foreign(arguments.folders, as_json=arguments.json)
+        code = diagnose_foreign(arguments.folders, as_json=arguments.json, sources=arguments.sources)
         if code is not None:
             return code
         print(

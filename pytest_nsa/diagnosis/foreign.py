@@ -7,6 +7,7 @@ nothing: a verdict by them is never certain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import diagnose, first_finding
@@ -15,7 +16,7 @@ from pytest_nsa.diagnosis.rules import absence, calls, messages, stalls
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot, Collective
-from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.source import LOCATION, Sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.foreign.values import ForeignCall, ForeignJob, ForeignRank
@@ -24,9 +25,14 @@ from pytest_nsa.wire.messages import Job
 _CAUSES = {"missing": "missing_collective", "mismatch": "collective_mismatch", "behind": "missing_collective"}
 
 
-def judge(job: ForeignJob, name: str) -> tuple[Verdict, Evidence]:
-    """Return the verdict on a job, and the evidence in the form that reports take. ``name`` is shown as the test's."""
+def judge(job: ForeignJob, name: str, *, sources: bool = False) -> tuple[Verdict, Evidence]:
+    """Return the verdict on a job, and the evidence in the form that reports take. ``name`` is shown as the test's.
+
+    ``sources``: read the Python files of this machine that frames name.
+    """
     evidence = evidence_of(job, name)
+    if sources:
+        evidence = _with_sources(evidence)
     rules = [_as_rule(job, rule) for rule in (_raised, _died)]
     rules += [_as_rule(job, rule) for rule in (_different_calls, _stated, _absent, _behind)]
     rules += [
@@ -40,6 +46,15 @@ def judge(job: ForeignJob, name: str) -> tuple[Verdict, Evidence]:
     if found is None:
         return diagnose(evidence, (_unknown,)), evidence
     return diagnose(evidence, (lambda _: found,)), evidence
+
+
+def _with_sources(evidence: Evidence) -> Evidence:
+    stacks = (rank.stack.frames for rank in evidence.ranks if rank.stack is not None)
+    places = [(f.file, f.line) for frames in stacks for f in frames if f.is_user]
+    lines = (LOCATION.match(place) for rank in evidence.ranks for call in rank.collectives for place in call.way)
+    places += [(at["file"], int(at["line"])) for at in lines if at is not None]
+    found = record_sources(evidence.folder, places, Sources(), keep=False)
+    return replace(evidence, sources=found, ranks=tuple(replace(rank, sources=found) for rank in evidence.ranks))
 
 
 def _as_rule(
