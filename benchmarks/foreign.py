@@ -51,9 +51,12 @@ def run_rank(file: str, test: str, rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=program.n)
     store = dist.distributed_c10d._get_default_store()
 
+    ended = threading.Event()
+
     def leave() -> None:
-        with (folder / f"stack_{rank}.txt").open("w") as file_:
-            faulthandler.dump_traceback(file_)
+        if not ended.is_set():  # a rank that has ended has no stack
+            with (folder / f"stack_{rank}.txt").open("w") as file_:
+                faulthandler.dump_traceback(file_)
         (folder / f"dump_{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
         store.add("left", 1)
         while store.add("left", 0) < program.n:
@@ -71,6 +74,7 @@ def run_rank(file: str, test: str, rank: int, folder: Path) -> None:
     except Exception:
         text = "".join(f"[rank{rank}]: {line}\n" for line in traceback.format_exc().splitlines())
         (folder / f"log_{rank}.txt").write_text(text)
+    ended.set()
     threading.Event().wait()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from pytest_nsa.diagnosis.engine import diagnose, first_finding
 from pytest_nsa.diagnosis.facts import found_on, last_seen
 from pytest_nsa.diagnosis.rules import absence, calls, messages, stalls
+from pytest_nsa.diagnosis.rules.activity import activity_of
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot, Collective
@@ -123,7 +124,13 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     reason = f"{who} never entered {missed.op} #{missed.number}, where others wait"
     if without:
         reason += f"; {describe_ranks(tuple(without), evidence.job.world_size)} left no dump"
-    where = last_seen(ranks[0]) or _where(missed)
+    activity = next((found for rank in ranks if (found := activity_of(rank)) is not None), None)
+    if activity is not None:
+        where = activity.where or last_seen(ranks[0])
+        return found_on(
+            evidence, activity.cause, ranks, f"{who}: {activity.description}", activity.confidence, where=where
+        )
+    where = last_seen(ranks[0]) if ranks[0].stack is not None else _where(missed)
     return found_on(evidence, "missing_collective", ranks, reason, 0.6 if without else 0.8, where=where)
 
 

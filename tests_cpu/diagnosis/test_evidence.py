@@ -167,7 +167,7 @@ def test_a_broken_dump_is_no_stack(text: str) -> None:
 
 def test_diagnose_without_evidence_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(tmp_path)]) == 2
-    assert "no evidence here (no job.json)" in capsys.readouterr().err
+    assert "no evidence here" in capsys.readouterr().err
 
 
 def test_diagnose_of_a_run_in_which_all_passed_is_no_error(

@@ -97,9 +97,9 @@ def test_without_its_source_a_place_is_not_known() -> None:
         ("rank != 0 and ready", Path.EXCLUDES),
         ("rank == first and not (rank == 1 and step == 3)", Path.EXCLUDES),
         ("step == 0 or (loss > limit and not done)", Path.DATA),
-        ("not done and step != 3", Path.NOT_DATA),
+        ("not done and step != 3", Path.PLAIN),
         ("loss > limit", Path.DATA),
-        ("not done", Path.NOT_DATA),
+        ("not done", Path.PLAIN),
     ],
 )
 def test_what_leads_to_a_call(test: str, path: Path) -> None:
@@ -113,7 +113,7 @@ def test_what_leads_to_a_call(test: str, path: Path) -> None:
     [
         ("rank == 1", "return", Path.EXCLUDES),
         ("rank != 0", "return", Path.SELECTS),
-        ("loss > limit", "return", Path.NOT_DATA),
+        ("loss > limit", "return", Path.PLAIN),
         ("rank == 1", "pass", Path.PLAIN),
     ],
 )

@@ -88,7 +88,8 @@ def looping(rank: int, skips: tuple[int, int]) -> list[Collective]:
 @pytest.mark.parametrize("round_", [0, 1, 2])
 def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culprit: int, round_: int) -> None:
     """Its next call is at an earlier line than the one that the other rank waits in: lines alone would name the other rank. In a
-    first round, and without the source, nothing shows which rank is right.
+    first round, and without the source, nothing shows which rank is right. Nor does anything show whether it skipped one call or
+    made another once more.
     """
     folder = make_folder(tmp_path / "t")
     stuck = 2 * round_ + 2  # the sequence number at which the ranks diverge
@@ -100,11 +101,10 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
                 board.leave(index)
     (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "departed", "stalled_s": 1.2}\n')
     verdict = diagnose(load(folder))
-    if round_ == 0:
-        assert not verdict.certain
-        return
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (culprit,))
-    assert verdict.where == "a.py:5 in f"
+    assert not verdict.certain
+    if round_:
+        assert (verdict.outcome, verdict.ranks) == ("HANG", (culprit,))
+        assert verdict.cause in ("skipped_collective", "extra_collective")
 
 
 @pytest.mark.parametrize(("cut", "is_judged"), [("", True), ("…", False)])

@@ -27,7 +27,6 @@ class Path(enum.Enum):
     SELECTS = "a condition that selects these ranks"  # if rank == 0:
     EXCLUDES = "a condition that leaves the other ranks out"  # if rank != 1:
     DATA = "a condition on something else"  # if loss > limit:
-    NOT_DATA = "a condition that something else does not hold"  # if not done:
 
 
 def path_to(sources: Sources, frames: Sequence[Frame]) -> Path:
@@ -38,7 +37,7 @@ def path_to(sources: Sources, frames: Sequence[Frame]) -> Path:
             is_not = _is_negative(test) != is_else
             if names_the_rank(test):
                 return Path.EXCLUDES if is_not else Path.SELECTS
-            found = Path.NOT_DATA if is_not else Path.DATA
+            found = Path.PLAIN if is_not else Path.DATA
     return found
 
 

@@ -11,7 +11,6 @@ from pytest_nsa.diagnosis.explain.program import (
     Compared,
     Order,
     Position,
-    are_exclusive,
     compare,
     compare_within,
     is_in_loop_below,
@@ -170,13 +169,6 @@ class Contrast:
     def is_known(self) -> bool:
         """Whether one of the two ranks made this rank's call before."""
         return self.has_made or self.turned.has_made_other
-
-    @cached_property
-    def are_branches(self) -> bool:
-        """Whether the two calls are in the two branches of one `if`."""
-        sources, pairs = self.evidence.sources, ((self.call.site, self.other_call.site), self.parted)
-        are = any(are_exclusive(sources.around(one), sources.around(other)) for one, other in pairs)
-        return self.call.way != self.other_call.way and are
 
     @property
     def is_stranger(self) -> bool:

@@ -13,7 +13,7 @@ from pytest_nsa.diagnosis.explain.message_terms import message_values
 from pytest_nsa.diagnosis.explain.messages import END, KEY, Messages, Owed, is_collective, line_of
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
-from pytest_nsa.diagnosis.explain.terms import Sizes, position_values, values_of
+from pytest_nsa.diagnosis.explain.terms import position_values, size_values, values_of
 from pytest_nsa.diagnosis.facts import calls_before, racing, rings
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import lacking
@@ -133,7 +133,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         if not ranks or not others:
             continue
         contrast = contrasts.between(*_closest(evidence, entered, ranks, others))
-        values = values_of(contrast, Sizes(len(ranks), len(others), len(sides)))
+        values = values_of(contrast, size_values(len(ranks), len(others)))
         values |= _others_there(ranks, entered)
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
@@ -144,7 +144,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         return [*of_calls, *_of_messages(evidence, entered), *_of_keys(evidence, entered, sides)]
     if found:
         contrast = next(iter(found.values())).contrast
-        sizes = Sizes(len(sides[0]), len(everybody) - len(sides[0]), len(sides))
+        sizes = size_values(len(sides[0]), len(everybody) - len(sides[0]))
         values = values_of(contrast, sizes, for_all=True)
         for edit in (Edit.MISMATCH, Edit.ORDER):
             found[edit, everybody, ()] = Candidate(edit, everybody, (), contrast, values, is_for_all=True)
@@ -216,7 +216,6 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
     pairs = [owed for owed in messages.pairs() if owed.peer in entered]
     if not pairs:
         return []
-    sides = len({(c.place, c.shape, c.peer) for c in entered.values()})
     found: dict[tuple[Edit, Ranks, bool], Candidate] = {}
     contrasts = _Contrasts(evidence, entered)
 
@@ -230,7 +229,7 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
         contrast = contrasts.between(one, other)
         if not is_for_all:
             values |= position_values(contrast)
-        values |= Sizes(len(named), len(evidence.ranks) - len(named), sides).values()
+        values |= size_values(len(named), len(evidence.ranks) - len(named))
         values |= _others_there(named, entered)
         others = tuple(r for r in sorted(entered) if r not in named)
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, owed)
@@ -277,7 +276,7 @@ def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list
         other = _representative(evidence, waiting or others or named[1:] or named)
         contrast = contrasts.between(_representative(evidence, named), other)
         values = key_values(wanted) | ({} if is_for_all else position_values(contrast))
-        values |= Sizes(len(named), len(evidence.ranks) - len(named), len(sides)).values()
+        values |= size_values(len(named), len(evidence.ranks) - len(named))
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, wanted=wanted)
 
     outside = [rank for rank in entered if rank not in keys.waiting]

@@ -215,9 +215,7 @@ TERMS: tuple[Term, ...] = (
     Term("alone", "waits where every other rank has ended its test", True,
          lambda w: all(c.op == END for r, c in w.keys.entered.items() if r not in w.waiters)),
     Term("owner", "sets the keys with this number", False, lambda w: (w.peer in w.owners) / max(1, len(w.owners))),
-    Term("not owner", "sets keys with another number", False, lambda w: bool(w.owners) and w.peer not in w.owners),
     Term("sets such", "set such keys before", False, lambda w: w.peer in w.setters),
-    Term("alone sets", "alone set such keys before", False, lambda w: set(w.setters) == {w.peer}),
     Term("alone does not", "set no such key, and every other rank did", False,
          lambda w: w.peer not in w.setters and len(w.setters) == len(w.keys.evidence.ranks) - 1),
     Term("counted not", "did not count in this key, and every other rank did", False,
@@ -227,7 +225,6 @@ TERMS: tuple[Term, ...] = (
          and w.setters.get(w.peer, 0) < min(n for r, n in w.setters.items() if r != w.peer)),
     Term("later set", "set such a key of a later round", False, lambda w: w.compare_round(w.peer) > 0),
     Term("waits too", "waits for a key, too", False, _state(lambda c: c.op == KEY)),
-    Term("waits for it", "waits for the key itself", False, lambda w: w.peer in w.waiters),
     Term("ended", "", False, _state(lambda c: c.op == END)),
 )  # fmt: skip
 

@@ -52,8 +52,8 @@ def _path(path: Path) -> Callable[[Contrast], float]:
     return lambda c: float(c.path is path)
 
 
-def _order(order: Order, *, counted: bool) -> Callable[[Contrast], float]:
-    return lambda c: c.order is order and (c.compared.is_counted or c.compared.is_likely) == counted
+def _by_lines(order: Order) -> Callable[[Contrast], float]:
+    return lambda c: c.order is order and not (c.compared.is_counted or c.compared.is_likely)
 
 
 def _passed_over(c: Contrast) -> float:
@@ -64,62 +64,47 @@ def _passed_over(c: Contrast) -> float:
 
 OWN: tuple[Term, ...] = (
     Term("new", "makes this call for the first time", lambda c: not c.has_made),
-    Term("other's is new", "never made the others' call", lambda c: not c.has_made_other),
     Term("surprise of other's", "has no earlier round in which the others' call comes next", _bits("other")),
-    Term("surprise after other's", "has no earlier round that goes from the others' call to its own", _bits("other", "own")),
     Term("surprise before other's", "has no earlier round that goes from its own call to the others'", _bits("own", "other")),
     Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
     Term("as many", "has made as many calls like this one as in each round before", _rounds(lambda now, usual: now >= usual)),
     Term("passed over", "makes the call that follows the others' call in its earlier rounds", _passed_over),
     Term("no rounds", "has no earlier round to compare with", lambda c: len(c.counts) == 1),
-    Term("again", "makes its latest call again", lambda c: c.history[-1:] == [token(c.call)]),
     Term("changed", "carries something else than at its latest call by these lines", lambda c: c.has_changed),
     Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),
     Term("not excluded", "is let through by a condition that excludes other ranks", _path(Path.EXCLUDES)),
     Term("on data", "is under a condition on data, not on the rank", _path(Path.DATA)),
-    Term("unless data", "is at a call that a condition on data, not on the rank, can skip", _path(Path.NOT_DATA)),
-    Term("backward", "is in a backward", lambda c: c.call.phase == "backward"),
     Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
     Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
 )  # fmt: skip
 
 
-def _order_terms(side: str, order: Order) -> tuple[Term, ...]:
-    """Return the terms for the case that the named side is ``side``, 'ahead' or 'behind', in the program."""
-    return (
-        Term(f"{side}, counted", f"is {side} in the program", _order(order, counted=True)),
-        Term(f"{side} by lines", f"is {side} in the program, as far as its lines show", _order(order, counted=False)),
-        Term(f"steps {side}", f"is {side} by training steps or exhausted data loaders alone",
-             lambda c: c.compared.is_likely and c.order is order),
-        Term(f"{side}, new", f"is {side}, in a call that no rank made before", lambda c: c.order is order and not c.is_known),
-        Term(f"{side}, other's new", f"is {side}, and no rank made the others' call before",
-             lambda c: c.order is order and not c.turned.is_known),
-        Term(f"assumed {side}", f"is {side} where a loop has begun again", lambda c: c.compared.is_assumed and c.order is order),
-    )  # fmt: skip
-
-
 SHARED: tuple[Term, ...] = (
-    *_order_terms("ahead", Order.AFTER),
-    *_order_terms("behind", Order.BEFORE),
-    Term("left", "left a loop that the others are in", lambda c: c.has_left),
+    Term("ahead, counted", "is ahead in the program",
+         lambda c: c.order is Order.AFTER and (c.compared.is_counted or c.compared.is_likely)),
+    Term("ahead by lines", "is ahead in the program, as far as its lines show", _by_lines(Order.AFTER)),
+    Term("ahead, other's new", "is ahead, and no rank made the others' call before",
+         lambda c: c.order is Order.AFTER and not c.turned.is_known),
+    Term("assumed ahead", "is ahead where a loop has begun again", lambda c: c.compared.is_assumed and c.order is Order.AFTER),
+    Term("behind by lines", "is behind in the program, as far as its lines show", _by_lines(Order.BEFORE)),
+    Term("steps behind", "is behind by training steps or exhausted data loaders alone",
+         lambda c: c.compared.is_likely and c.order is Order.BEFORE),
+    Term("behind, new", "is behind, in a call that no rank made before", lambda c: c.order is Order.BEFORE and not c.is_known),
+    Term("behind, other's new", "is behind, and no rank made the others' call before",
+         lambda c: c.order is Order.BEFORE and not c.turned.is_known),
     Term("in a loop", "is in a loop that the others left", lambda c: c.turned.has_left),
     Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE,
          "is in branches that exclude each other"),
-    Term("branches", "is in the other branch of an `if`", lambda c: c.are_branches, "is in both branches of an `if`"),
     Term("all new", "makes a call that no rank made before, as the others do", lambda c: not (c.is_known or c.turned.is_known),
          "makes calls that no rank made before"),
-    Term("alone new", "makes a call that no rank made before, and the others do not",
-         lambda c: not c.is_known and c.turned.is_known),
-    Term("same call", "makes the others' call by the same lines", lambda c: c.call.lines == c.other_call.lines,
-         "makes the same call by the same lines"),
     Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4],
          "carries the same in different calls"),
     Term("another group", "calls in another group", lambda c: c.is_in_another_group, "calls in different groups"),
 )  # fmt: skip
 
 
-_ALONE = ("ahead, counted", "behind, counted", "ahead by lines", "behind by lines", "left", "in a loop", "exclusive")
-_OF_A_SIDE = ("selected", "not excluded", "on data", "unless data", "backward")
+_ALONE = ("ahead, counted", "ahead by lines", "behind by lines", "in a loop", "exclusive")
+_OF_A_SIDE = ("selected", "not excluded", "on data")
 
 
 def position_values(contrast: Contrast) -> dict[str, float]:
@@ -132,25 +117,13 @@ def position_values(contrast: Contrast) -> dict[str, float]:
     return {name: value for name, value in found.items() if value}
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How many ranks an edit names, how many others there are, and in how many different calls the ranks are."""
-
-    named: int
-    others: int
-    sides: int
-
-    def values(self) -> dict[str, float]:
-        """Return the values of the terms of numbers."""
-        bits = math.log2((self.others + 0.5) / (self.named + 0.5))
-        return {
-            "minority": max(-2.0, min(2.0, bits)),
-            "majority": float(self.named > self.others), "two ranks": float(self.named + self.others == 2),
-            "more sides": float(self.sides > 2), "several": float(self.named > 1),
-        }  # fmt: skip
+def size_values(named: int, others: int) -> dict[str, float]:
+    """Return the values of the terms of numbers: how many ranks an edit names, and how many others there are."""
+    bits = math.log2((others + 0.5) / (named + 0.5))
+    return {"minority": max(-2.0, min(2.0, bits)), "majority": float(named > others), "several": float(named > 1)}
 
 
-def values_of(contrast: Contrast, sizes: Sizes, *, for_all: bool = False) -> dict[str, float]:
+def values_of(contrast: Contrast, sizes: dict[str, float], *, for_all: bool = False) -> dict[str, float]:
     """Return the terms that hold, by name. ``for_all``: for an edit that names all ranks, and so takes no side."""
     found = {t.name: float(t.value(contrast)) for t in SHARED}
     if for_all:
@@ -159,4 +132,4 @@ def values_of(contrast: Contrast, sizes: Sizes, *, for_all: bool = False) -> dic
     else:
         found |= {f"they: {t.name}": float(t.value(contrast)) for t in OWN}
         found |= {f"others: {t.name}": float(t.value(contrast.turned)) for t in OWN}
-    return {name: value for name, value in (found | sizes.values() | {"always": 1.0}).items() if value}
+    return {name: value for name, value in (found | sizes | {"always": 1.0}).items() if value}

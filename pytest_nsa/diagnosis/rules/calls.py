@@ -95,7 +95,11 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
         reason = f"{who} {went} without {of_others}, where the others wait; {detail}{each}"
     elif edit is Edit.SKIP:
-        detail = f"{who} left the loop that the others are in{_within(found)}" if values.get("left") else "call skipped"
+        detail = (
+            f"{who} left the loop that the others are in{_within(found)}"
+            if found.candidate.contrast.has_left
+            else "call skipped"
+        )
         reason = f"{who} went on without {of_others}, and entered {name}; {detail}{payloads}"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
