@@ -23,12 +23,12 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.announce_delay import WAITED_FOR_S, AnnounceDelay
-from pytest_nsa.monitor.announcements import announcement, stalled_for
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
-from pytest_nsa.monitor.second_look import await_counters
-from pytest_nsa.monitor.stall import StallClock
+from pytest_nsa.observe.announce_delay import WAITED_FOR_S, AnnounceDelay
+from pytest_nsa.observe.announcements import announcement, stalled_for
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.progress import GRACE_S, ProgressWatch
+from pytest_nsa.observe.second_look import await_counters
+from pytest_nsa.observe.stall import StallClock
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.system.procfs import text_of

@@ -20,7 +20,7 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.stacks import ThreadStack, parse_dump
 from pytest_nsa.evidence.waiting import torch_wait
-from pytest_nsa.monitor.host_log import note
+from pytest_nsa.observe.host_log import note
 from pytest_nsa.report.plain import visible
 from pytest_nsa.system import py_spy
 from pytest_nsa.system.procfs import ProcessState, began, children_of, difference, look_at, stat_of, text_of

@@ -14,11 +14,11 @@ import pytest
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.announcements import Suspicions
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.output import LiveOutput, OutputLimit
-from pytest_nsa.monitor.supervise import RanksRun
-from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
+from pytest_nsa.observe.announcements import Suspicions
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.output import LiveOutput, OutputLimit
+from pytest_nsa.observe.supervise import RanksRun
+from pytest_nsa.observe.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session import second_run
 from pytest_nsa.session.bisect import Run, Variation, bisect

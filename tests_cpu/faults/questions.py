@@ -12,9 +12,9 @@ import shutil
 from collections import deque
 from pathlib import Path
 
-from pytest_nsa.monitor.announce_delay import Past
-from pytest_nsa.monitor.announcements import Suspicions
-from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.observe.announce_delay import Past
+from pytest_nsa.observe.announcements import Suspicions
+from pytest_nsa.observe.progress import ProgressWatch
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.faults.recorded import FILES
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.monitor import announce_delay
+from pytest_nsa.observe import announce_delay
 
 
 def board(step: int, line: str) -> Any:

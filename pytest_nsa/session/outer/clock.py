@@ -123,7 +123,7 @@ class Clock:
 
     def _follow(self, left: float) -> None:
         """Read the boards, and shortly before the limit record what the ranks do; one clock per launch records."""
-        from pytest_nsa.monitor.observed_job import ObservedJob
+        from pytest_nsa.observe.observed_job import ObservedJob
 
         self._job = self._job or ObservedJob(self.launch)
         self._job.look()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.monitor import host_log
+from pytest_nsa.observe import host_log
 from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher, child_environment
 from pytest_nsa.system.clock import wall_clock

@@ -19,8 +19,8 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.supervise import RanksRun
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.supervise import RanksRun
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.session.phases import Phases
 from pytest_nsa.settings import OuterLauncher

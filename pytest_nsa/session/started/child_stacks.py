@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_dump
-from pytest_nsa.monitor.second_look import dump_stacks
+from pytest_nsa.observe.second_look import dump_stacks
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.system.commands import command_line

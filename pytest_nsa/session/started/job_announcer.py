@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.monitor.terminal import without_capture
+from pytest_nsa.observe.terminal import without_capture
 from pytest_nsa.report.runs import ANNOUNCEMENTS
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.descendants import without_child_handler

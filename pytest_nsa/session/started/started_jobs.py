@@ -13,7 +13,7 @@ from pytest_nsa.diagnosis.rules.exits import first_exceptions
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.observed_job import ObservedJob
+from pytest_nsa.observe.observed_job import ObservedJob
 from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name

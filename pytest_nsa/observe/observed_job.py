@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import request_counters, sample_processes
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.progress import ProgressWatch
+from pytest_nsa.observe.second_look import request_counters, sample_processes
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.locks import file_locks
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_in_different_calls
-from pytest_nsa.monitor.announce_delay import Past
+from pytest_nsa.observe.announce_delay import Past
 from pytest_nsa.system.clock import monotonic, wall_clock
 
 QUIET_S = 0.2

@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.facts import in_backward
 from pytest_nsa.diagnosis.verdict import RULE_FAILED, Verdict
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.host_log import note
+from pytest_nsa.observe.host_log import note
 from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.traces import merge

@@ -9,9 +9,9 @@ from pathlib import Path
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.announce_delay import AnnounceDelay, may_act
-from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import await_counters
+from pytest_nsa.observe.announce_delay import AnnounceDelay, may_act
+from pytest_nsa.observe.progress import ProgressWatch
+from pytest_nsa.observe.second_look import await_counters
 from pytest_nsa.system.clock import monotonic, wall_clock
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job

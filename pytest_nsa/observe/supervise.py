@@ -11,11 +11,11 @@ from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardReader
-from pytest_nsa.monitor.announcements import may_act_in
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.native import dump_where_useful
-from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
-from pytest_nsa.monitor.second_look import (
+from pytest_nsa.observe.announcements import may_act_in
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.native import dump_where_useful
+from pytest_nsa.observe.progress import GRACE_S, ProgressWatch
+from pytest_nsa.observe.second_look import (
     dump_children,
     dump_stacks,
     pause_heartbeats,
@@ -23,7 +23,7 @@ from pytest_nsa.monitor.second_look import (
     sample_processes,
     wants_to_dump,
 )
-from pytest_nsa.monitor.stall import StallClock
+from pytest_nsa.observe.stall import StallClock
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
