@@ -15,6 +15,7 @@ from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.announcements import Suspicions
+from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.output import LiveOutput, OutputLimit
 from pytest_nsa.observe.supervise import RanksRun
@@ -22,7 +23,6 @@ from pytest_nsa.observe.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session import second_run
 from pytest_nsa.session.bisect import Run, Variation, bisect
-from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.interrupts import signals_key
@@ -32,6 +32,7 @@ from pytest_nsa.session.needs import Needs, needs_of
 from pytest_nsa.session.outer.launcher import Attachment
 from pytest_nsa.session.phases import Phases, fold, static_mark
 from pytest_nsa.session.plugins import lines_by_test
+from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
 from pytest_nsa.settings import Settings
@@ -275,7 +276,7 @@ class RankRunner:
     def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         if self.settings.mask_output:
             mask_files(folder)
-        return conclude(folder, keep=keep, rules=self.extensions.rules)
+        return conclude(folder, self.extensions.rules, keep=keep)
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
         if self.attachment is not None:

@@ -14,13 +14,14 @@ import pytest
 from _pytest.junitxml import LogXML
 
 from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.report import junit, runs
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import lines, short_path
-from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.masking import mask_all, mask_files
+from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.wire.files import read_lines, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
@@ -101,7 +102,7 @@ def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) ->
     if setup["masks"]:
         mask_all()
         mask_files(folder)
-    verdict, evidence = conclude(folder, keep=True)
+    verdict, evidence = conclude(folder)
     Recorder(run).add(folder, verdict)
     session_report.write_reports(run.path, setup["gpus"], decide, interrupted=True)
     runs.finish(run.path, 1, interrupted=True)

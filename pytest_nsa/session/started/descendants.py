@@ -326,7 +326,9 @@ class StartedRanks:
         try:
             found, owner = self.processes.look(), self.processes.owner
             occasion = Occasion(reason, owner, str(self.config.rootpath), timeout, self.processes.began)
-            jobs = conclude_jobs(self.base, self.runner.folder, found, self.processes.fixture_of, occasion)
+            jobs = conclude_jobs(
+                self.base, self.runner.folder, found, self.processes.fixture_of, occasion, self.runner.extensions.rules
+            )
             self.announcer.hand_to(self.runner.folder)
             of_jobs = {pid for job in jobs for pid in job.pids}
             # One that has ended: a failure that the test has not waited for.

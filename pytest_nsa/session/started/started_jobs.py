@@ -8,19 +8,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_nsa.diagnosis.rules.exits import first_exceptions
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.observed_job import ObservedJob
 from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
-from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
+from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.system.descendants import Process
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_object, read_text, write_json
+
+if TYPE_CHECKING:
+    from pytest_nsa.diagnosis.engine import Rule
 
 NO_JOB = "no process of the test has joined a process group"
 FORM_S = 10.0  # after ranks have waited so long for a rank that never joined, the group counts as not formed
@@ -70,7 +75,12 @@ def jobs_in(base: Path) -> list[Path]:
 
 
 def conclude_jobs(
-    base: Path, run: RunFolder, processes: Sequence[Process], owner_of: Callable[[int], str], occasion: Occasion
+    base: Path,
+    run: RunFolder,
+    processes: Sequence[Process],
+    owner_of: Callable[[int], str],
+    occasion: Occasion,
+    rules: Sequence[Rule],
 ) -> list[Concluded]:
     """Diagnose the jobs with evidence in ``base`` that have not ended well; the job that explains the test's failure comes first.
 
@@ -89,7 +99,7 @@ def conclude_jobs(
         _record(job, processes, occasion)
     folder = run.test_folder(safe_name(masking.text(occasion.nodeid) or "after the last test"))
     alive = {p.pid for p in processes if not p.has_ended}
-    found = [_diagnose(job, folder / job.folder.name, owner_of, occasion, alive) for job in jobs]
+    found = [_diagnose(job, folder / job.folder.name, owner_of, occasion, alive, rules) for job in jobs]
     found.sort(key=lambda concluded: concluded.order)
     _to_front(found, folder)
     if found[0].verdict.failed and not found[0].is_idle:
@@ -150,12 +160,17 @@ def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) 
 
 
 def _diagnose(
-    job: ObservedJob, target: Path, owner_of: Callable[[int], str], occasion: Occasion, alive: set[int]
+    job: ObservedJob,
+    target: Path,
+    owner_of: Callable[[int], str],
+    occasion: Occasion,
+    alive: set[int],
+    rules: Sequence[Rule],
 ) -> Concluded:
     shutil.copytree(job.folder, target, ignore=shutil.ignore_patterns("*.asked"))
     if masking.is_on():
         mask_files(target)
-    verdict, evidence = conclude(target, keep=True)
+    verdict, evidence = conclude(target, rules)
     pids = frozenset(board.pid for board in job.watch.boards.values())
     owner = next((of for pid in pids if (of := owner_of(pid))), "")
     calls = [max(c.entered, c.left) for rank in evidence.ranks for c in rank.collectives]
