@@ -14,17 +14,12 @@ the process has ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pytest_nsa.cli.watch import Watcher
 
 LOOK_S = 0.25
 _STATE, _PARENT, _BEGAN = 0, 1, 19  # fields of /proc/PID/stat after the command's name
@@ -56,7 +51,11 @@ def _stat(pid: int) -> list[str]:
 def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
     from pathlib import Path
 
-    from pytest_nsa.cli.watch import Watcher
+    from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+    from pytest_nsa.observe.announcements import WAITED_FOR_S, announcement
+    from pytest_nsa.observe.finders import jobs_in
+    from pytest_nsa.observe.observer import Observer
+    from pytest_nsa.report.plain import visible
     from pytest_nsa.report.runs import ANNOUNCEMENTS
     from pytest_nsa.wire import masking
     from pytest_nsa.wire.files import append_line, read_object
@@ -65,24 +64,33 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
         from nsa.trace import secrets
 
         masking.mask_with(secrets)  # as the session does
-    watchers: dict[Path, Watcher] = {}
+    observers: dict[Path, Observer] = {}
     announced: set[Path] = set()
+
+    def announce_of(job: Path, found: Finding, seconds: float, at_work: bool) -> None:
+        now, boards = read_object(Path(test)), observers[job].boards.values()
+        if job in announced or not now.get("nodeid") or any(_is_below(b.pid, now["of_fixtures"]) for b in boards):
+            return
+        announced.add(job)
+        who = describe_ranks(found.ranks, int(max(b.numbers["world_size"] for b in boards)))
+        what = "a suspicion; the test's own time limit ends it"
+        text = visible(announcement(found, now["nodeid"], who, seconds, what, at_work=at_work))
+        sys.stderr.write(f"\n{text}\n")
+        with contextlib.suppress(OSError):
+            append_line(Path(folder, ANNOUNCEMENTS), {"time": time.time(), "text": text})
+
     while not is_over():
-        jobs = [Path(at) for at, _, files in os.walk(folder) if "job.json" in files]
-        watchers = {job: watcher for job, watcher in watchers.items() if job in jobs}
-        now = read_object(Path(test))
+        jobs = [job for job in jobs_in(Path(folder)) if (job / "job.json").exists()]
+        observers = {job: observer for job, observer in observers.items() if job in jobs}
         for job in jobs:
             try:
-                watcher = watchers[job] = watchers.get(job) or Watcher(job)
-                watcher.look()
+                if job not in observers:
+                    observers[job] = Observer(
+                        job, announce=functools.partial(announce_of, job), announce_after=WAITED_FOR_S
+                    )
+                observers[job].look()
             except (OSError, ValueError):
                 continue  # the test has ended, and the session deletes the job
-            text = watcher.announcement(now["nodeid"]) if now and now["nodeid"] and job not in announced else ""
-            if text and not any(_is_below(b.pid, now["of_fixtures"]) for b in watcher.boards.values()):
-                announced.add(job)
-                sys.stderr.write(f"\n{text}\n")
-                with contextlib.suppress(OSError):
-                    append_line(Path(folder, ANNOUNCEMENTS), {"time": time.time(), "text": text})
         time.sleep(LOOK_S)
 
 

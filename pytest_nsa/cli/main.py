@@ -18,10 +18,10 @@ from pytest_nsa.cli.compare import compare
 from pytest_nsa.cli.foreign_folders import sources_folder, to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
-from pytest_nsa.cli.watch import folder_of, watch
-from pytest_nsa.cli.without_evidence import watch_unaided
+from pytest_nsa.cli.watch import show_stacks, watch
 from pytest_nsa.evidence.load import find_test_folders
 from pytest_nsa.observe.conclude import verdict_on
+from pytest_nsa.observe.finders import folder_of
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command = commands.add_parser(
         "watch",
-        help="follow a training with NSA_TRACE_DIR set in its ranks; of any other what /proc and py-spy show",
+        help="follow a training with NSA_TRACE_DIR set in its ranks; of any other print the stacks once",
     )
     command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
@@ -194,7 +194,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     for pid in arguments.pids:
         found = folder_of(pid)
         if found is None:
-            code = watch_unaided(pid, once=arguments.once)
+            code = show_stacks(pid)
             if code == 2:
                 print(
                     f"error: process {pid} is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR",

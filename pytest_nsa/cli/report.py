@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.cli.foreign_folders import to_write_in, with_allowed_sources
-from pytest_nsa.cli.watch import folder_of
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.evidence.load import find_test_folders, load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude
+from pytest_nsa.observe.finders import folder_of
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import DECISION, read_decision, read_verdict, write_reports

@@ -1,100 +1,116 @@
-"""Suspicions: what the rules find at a stall while the test runs; announced when one has lasted (`announce_delay`), or changes."""
+"""Announcements of suspicions: after how long, by what the rank does in that time and by the job's earlier pauses; and their text.
+
+| what is seen | announced after |
+| --- | --- |
+| it cannot resolve itself (ranks wait for each other, for ever) | at once |
+| ranks wait for one that stalls: in a lock, a sleep, I/O, a process | 3 s |
+| a rank is at work by itself, or a thread or a child process: it computes, imports, compiles, writes | 10 s |
+| a rank has left no evidence yet, and may still import; one waits, or joins a thread, with a time limit | 10 s |
+| a rank waits for a batch: a loader's worker may fetch or compute it | 10 s |
+
+Both limits grow with what the job did before: to 5 times its usual step, and to twice its longest pause at the same place, so that
+a pause that recurs (a checkpoint, an evaluation) is announced once at most. If a rank begins something else, its time starts again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+import ast
+from collections.abc import Iterable, Sequence
 
-from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.verdict import Finding
+from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.observe.announce_delay import AnnounceDelay, may_act
-from pytest_nsa.observe.progress import ProgressWatch
-from pytest_nsa.observe.second_look import await_counters
-from pytest_nsa.system.clock import monotonic, wall_clock
-from pytest_nsa.wire.files import append_line
-from pytest_nsa.wire.messages import Job
-from pytest_nsa.wire.protocols import Limits
+from pytest_nsa.evidence.waiting import BUSY, has_a_time_limit
+from pytest_nsa.observe.progress import Past, ProgressWatch
+from pytest_nsa.system.clock import monotonic
 
 MOVING = ("straggler", "graph_explosion", "slow")  # causes of ranks that move
+WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
+WRITES = 1e6  # bytes a second: more than the tracers' own files
 
 
-class Suspicions:
-    """Called by the host at a stall. Writes each announcement to ``suspicions.jsonl`` in the test's folder."""
+class AnnounceDelay:
+    """Decides whether a suspicion has lasted long enough to be announced. Called at each assessment of a stall."""
 
-    def __init__(self, folder: Path, job: Job, limits: Limits, announce: Callable[[str], None]) -> None:
-        self.folder, self.job, self.limits, self.announce = folder, job, limits, announce
-        self._delay = AnnounceDelay()
-        self._announced: tuple[object, ...] = ()
+    def __init__(self) -> None:
+        self.at_work = False  # whether the ranks of the last suspicion are at work by themselves
+        self.state: tuple[object, ...] = ()  # what the last suspicion's ranks are stalled in, and which they are
+        self._since = 0.0
 
-    def __call__(self, watch: ProgressWatch) -> Finding | None:
-        """Return the finding of the rules on the evidence so far; None if no rule applies."""
-        from pytest_nsa.diagnosis.engine import suspect  # not before a stall: the rules take long to import
-
-        try:
-            evidence = with_sources(load(self.folder))
-            found = suspect(evidence)
-            if found is not None and found.ends_the_test:
-                if may_act(evidence):
-                    found = replace(found, certain=False, is_permanent=False)
-                else:
-                    evidence = with_counters(evidence)
-                    found = suspect(evidence)
-            if found is not None:
-                self._consider(found, evidence, watch)
-        except Exception as error:  # the test runs: what cannot be read now must not end it
-            _note(self.folder, error)
-            return None
-        return found
-
-    def _consider(self, found: Finding, evidence: Evidence, watch: ProgressWatch) -> None:
-        seconds = stalled_for(found, watch)
-        is_due = self._delay.is_due(found, evidence, watch.past, seconds)
-        if not is_due or self._delay.state == self._announced:
-            return
-        self._announced, at_work = self._delay.state, self._delay.at_work
-        append_line(
-            self.folder / "suspicions.jsonl",
-            {
-                "time": wall_clock(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
-                "reason": found.reason, "certain": found.certain, "at_work": at_work, "stalled_s": round(seconds, 2),
-            },
-        )  # fmt: skip
-        left = max(0.0, self.limits.run - (monotonic() - watch.running_since))
-        self.announce(self._text(found, seconds, left, at_work=at_work))
-
-    def _text(self, found: Finding, seconds: float, left: float, *, at_work: bool) -> str:
-        who = describe_ranks(found.ranks, self.job.world_size)
-        test = self.job.scenario or self.job.nodeid
-        if found.ends_the_test:
-            what = "this cannot resolve itself: the test is ended"
-        elif self.limits.hang_after:
-            what = f"a suspicion; the test is ended if it lasts for {self.limits.hang_after:g} s"
-        else:
-            what = f"a suspicion; the test has {left:.0f} s left"
-        if at_work and not found.ends_the_test:
-            what = f"the test has {left:.0f} s left"
-        return announcement(found, test, who, seconds, what, at_work=at_work)
+    def is_due(self, finding: Finding, evidence: Evidence, past: Past, stalled_s: float) -> bool:
+        """Return whether to announce now; ``stalled_s``: since the culprits moved, or since all have been stalled."""
+        now = monotonic()
+        self.at_work = is_at_work(finding, evidence)
+        state = ("at work" if self.at_work else finding.cause, finding.ranks)
+        if state != self.state:
+            # The first state has lasted since the rank moved; each later state, since it was first observed.
+            self._since = now if self.state else now - stalled_s
+            self.state = state
+        self._since = max(self._since, now - stalled_s)
+        if finding.ends_the_test:
+            return True
+        boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
+        waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
+        all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
+        works = self.at_work or finding.cause == "dataloader_stuck" or may_act(evidence)
+        works = works or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
+        least = AT_WORK_S if works or not (waited_for or all_wait) else WAITED_FOR_S
+        return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 
 
-def with_counters(evidence: Evidence) -> Evidence:
-    """Return the evidence with the counters of the loops that the ranks are in: what ends a test shall rest on them."""
-    await_counters(rank.folder for rank in evidence.ranks if not rank.finished)
-    return with_sources(load(evidence.folder))
+def may_act(evidence: Evidence) -> bool:
+    """Return whether a rank that waits may yet make the missing call: in a thread that is at work, or in its main thread, which
+    joins a thread with a time limit.
+    """
+    alive = [rank for rank in evidence.ranks if not rank.finished]
+    joins = (thread.joins_at for rank in alive for thread in rank.threads if thread.is_main)
+    return _has_a_limit(joins, evidence) or any(rank.threads_at_work for rank in alive)
 
 
-def may_act_in(folder: Path) -> bool:
-    """Return `may_act` of the evidence in a test's folder so far; False where that cannot be read."""
-    try:
-        return may_act(with_sources(load(folder), keep=False))
-    except Exception as error:  # as above
-        _note(folder, error)
+def _waits_with_a_limit(finding: Finding, evidence: Evidence) -> bool:
+    """Return whether a rank of a suspicion waits with a time limit, by its line: for a child process, an answer, a queue."""
+    stacks = (rank.stack for rank in evidence.ranks if rank.rank in finding.ranks)
+    return _has_a_limit((stack.user_frame for stack in stacks if stack is not None), evidence)
+
+
+def _has_a_limit(frames: Iterable[Frame | None], evidence: Evidence) -> bool:
+    """Return whether one of these lines waits with a time limit."""
+    return any(has_a_time_limit(evidence.sources.line(at.file, at.line)) for at in frames if at is not None)
+
+
+def _may_come(finding: Finding, evidence: Evidence) -> bool:
+    """Return whether a rank of a suspicion has not been seen: its process may import, or load data, before it joins a group."""
+    seen = {rank.rank for rank in evidence.ranks if rank.board is not None}
+    return not seen.issuperset(finding.ranks)
+
+
+def is_at_work(finding: Finding, evidence: Evidence) -> bool:
+    """Return whether the ranks of a suspicion are at work by themselves, so that the stall may resolve: they compute, import,
+    compile or write; or one waits for a thread or a child process that is at work, or sleeps between a limited number of attempts.
+    """
+    if CAUSES[finding.cause].at_work:
+        return True
+    ranks = [r for r in evidence.ranks if r.rank in finding.ranks]
+    if any(
+        r.process.get("written_per_s", 0.0) > WRITES or r.process.get("below_cpu_share", 0.0) >= BUSY for r in ranks
+    ):
+        return True
+    if finding.cause == "lock_deadlock":
+        return any(thread is not rank.stack for rank in ranks for thread in rank.threads_at_work)
+    from pytest_nsa.diagnosis.explain.source import loops_of  # not before a stall
+
+    places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
+    return finding.cause == "sleeping" and any(
+        _retries(loops_of(evidence.sources, frame.describe())) for frame in places[:2]
+    )
+
+
+def _retries(loops: Sequence[ast.stmt]) -> bool:
+    """Return whether the innermost of the loops is a ``for`` around a ``try``, that is, a bounded number of attempts."""
+    if not loops or not isinstance(loops[-1], ast.For):
         return False
-
-
-def _note(folder: Path, error: Exception) -> None:
-    append_line(folder / "suspicions.jsonl", {"time": wall_clock(), "error": f"{type(error).__name__}: {error}"})
+    return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
 
 
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:

@@ -14,7 +14,6 @@ import pytest
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.observe.announcements import Suspicions
 from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.output import LiveOutput, OutputLimit
@@ -283,8 +282,7 @@ class RankRunner:
             self.attachment.run(job, launcher, limits, self._monitors(job))
             return
         announce = _ignore if job.flow else self._announce  # what the first run announced
-        suspicions = Suspicions(Path(job.folder), job, limits, announce)
-        RanksRun(job, launcher, limits, self._monitors(job), suspicions, more=self._more_evidence).run()
+        RanksRun(job, launcher, limits, self._monitors(job), announce, more=self._more_evidence).run()
 
     def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
         """Return the facts that hooks add for ranks that are about to be stopped."""

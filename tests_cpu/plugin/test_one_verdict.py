@@ -71,6 +71,7 @@ def test_the_terminal_has_the_repository_s_cause(marked: ExampleResult) -> None:
     [
         (("diagnose", "{folder}", "--json"), ["clock_skew"]),
         (("diagnose", "{run}", "--json"), ["clock_skew"]),
+        (("watch", "--run", "{folder}", "--once", "--json"), ["clock_skew"]),
         # The command has no conftest.py: a new diagnosis is by the rules of the package.
         (("diagnose", "{folder}", "--json", "--again"), ["rank_exception"]),
     ],

@@ -123,10 +123,10 @@ class Clock:
 
     def _follow(self, left: float) -> None:
         """Read the boards, and shortly before the limit record what the ranks do; one clock per launch records."""
-        from pytest_nsa.observe.observed_job import ObservedJob
+        from pytest_nsa.observe.observer import Observer
 
-        self._job = self._job or ObservedJob(self.launch)
-        self._job.look()
+        self._job = self._job or Observer(self.launch)
+        self._job.read_boards()
         if left > LOOK_S:
             return
         self._looked = self.session.nodeid
@@ -135,7 +135,7 @@ class Clock:
         except FileExistsError:
             return  # another rank's clock records
         try:
-            self._job.record_stop("deadline", self.session.began)
+            self._job.record_end("deadline", self.session.began)
             self._keep()
         finally:
             (self.launch / "looking").rmdir()

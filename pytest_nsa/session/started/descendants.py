@@ -23,6 +23,7 @@ import pytest
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.observe.finders import jobs_in
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
@@ -50,7 +51,6 @@ from pytest_nsa.session.started.started_jobs import (
     Occasion,
     conclude_jobs,
     describe,
-    jobs_in,
     pids_of,
     unnoticed,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,8 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude
-from pytest_nsa.observe.observed_job import ObservedJob
+from pytest_nsa.observe.finders import jobs_in
+from pytest_nsa.observe.observer import Observer
 from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
@@ -68,12 +68,6 @@ class Concluded:
         return self.is_idle, bool(self.owner), self.has_ended, not v.failed, not v.certain, -v.confidence
 
 
-def jobs_in(base: Path) -> list[Path]:
-    """Return the folders of jobs, also those of a pytest that a test runs."""
-    # os.walk passes over what is deleted while it looks: such a pytest deletes its own jobs.
-    return sorted(Path(at, name) for at, names, _ in os.walk(base) for name in names if name.startswith("job-"))
-
-
 def conclude_jobs(
     base: Path,
     run: RunFolder,
@@ -91,7 +85,7 @@ def conclude_jobs(
     if occasion.reason and any(job.watch.boards for job in watched):
         time.sleep(SECOND_LOOK_S)
         for job in watched:
-            job.look()
+            job.read_boards()
     jobs = [job for job in watched if job.watch.boards and not _ended_well(job)]
     if not jobs:
         return []
@@ -129,13 +123,13 @@ def unnoticed(base: Path, began: float) -> str:
     return ""
 
 
-def _watched(folder: Path) -> ObservedJob:
-    job = ObservedJob(folder)
-    job.look()
+def _watched(folder: Path) -> Observer:
+    job = Observer(folder)
+    job.read_boards()
     return job
 
 
-def _ended_well(job: ObservedJob) -> bool:
+def _ended_well(job: Observer) -> bool:
     boards = job.watch.boards
     is_whole = len(boards) >= read_object(job.folder / "job.json").get("world_size", 0)
     if not is_whole or any(board.phase != "done" for board in boards.values()):
@@ -143,7 +137,7 @@ def _ended_well(job: ObservedJob) -> bool:
     return not any('"event": "exception"' in read_text(events) for events in job.folder.glob("rank*/events.jsonl"))
 
 
-def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) -> None:
+def _record(job: Observer, processes: Sequence[Process], occasion: Occasion) -> None:
     """Complete a job's evidence: the test that it belongs to, why it is diagnosed, how its ranks have ended."""
     described = read_object(job.folder / "job.json")
     described |= {"nodeid": occasion.nodeid, "root": occasion.root, "timeout": occasion.timeout}
@@ -153,14 +147,11 @@ def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) 
         is_late = len(job.watch.boards) < described["world_size"] and job.watch.stalled_s >= FORM_S
         reason = "start" if is_late else reason
     began = float(described.get("created", occasion.began))
-    if reason:
-        job.record_stop(reason, began, {p.pid: p.status for p in processes if p.has_ended})
-    else:
-        job.record_end(began)
+    job.record_end(reason, began, {p.pid: p.status for p in processes if p.has_ended})
 
 
 def _diagnose(
-    job: ObservedJob,
+    job: Observer,
     target: Path,
     owner_of: Callable[[int], str],
     occasion: Occasion,
