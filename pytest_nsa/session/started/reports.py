@@ -18,7 +18,7 @@ from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.items import report_warning
 from pytest_nsa.session.recorder import Recorder
-from pytest_nsa.session.started.started_jobs import Concluded
+from pytest_nsa.session.started.jobs_of_test import Concluded
 
 _shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
 

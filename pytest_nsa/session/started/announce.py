@@ -1,8 +1,8 @@
 """Announce suspicions in the jobs that a test has started by itself, while the test runs.
 
 ``python announce.py TEST PID BEGAN SYS_PATH``: TEST is a file in the folder of a session's jobs; PID and BEGAN are the session's
-process and its start, in clock ticks; SYS_PATH is a JSON list. The file names the test that runs (``nodeid``), the processes of
-wider fixtures (``of_fixtures``), and whether the session masks secrets (``masks``). What is announced is printed, and appended to
+process and its start, in clock ticks; SYS_PATH is a JSON list. The file names the test that runs (``nodeid``), the jobs that
+it has not started (``others``), and whether the session masks secrets (``masks``). What is announced is printed, and appended to
 ``announcements.jsonl`` in that folder, for the session's report.
 
 A session starts this program when a test first starts a process, by its path and without ``site``: for tests that start processes
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 0.25
-_STATE, _PARENT, _BEGAN = 0, 1, 19  # fields of /proc/PID/stat after the command's name
+_STATE, _BEGAN = 0, 19  # fields of /proc/PID/stat after the command's name
 
 
 def announce(test: str, pid: int, began: int) -> None:
@@ -69,7 +69,7 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
 
     def announce_of(job: Path, found: Finding, seconds: float, at_work: bool) -> None:
         now, boards = read_object(Path(test)), observers[job].boards.values()
-        if job in announced or not now.get("nodeid") or any(_is_below(b.pid, now["of_fixtures"]) for b in boards):
+        if job in announced or not now.get("nodeid") or str(job) in now["others"]:
             return
         announced.add(job)
         who = describe_ranks(found.ranks, int(max(b.numbers["world_size"] for b in boards)))
@@ -92,14 +92,6 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
             except (OSError, ValueError):
                 continue  # the test has ended, and the session deletes the job
         time.sleep(LOOK_S)
-
-
-def _is_below(pid: int, ancestors: list[int]) -> bool:
-    """Return whether a process is one of ``ancestors``, or one of them has started it."""
-    while pid > 1 and pid not in ancestors:
-        fields = _stat(pid)
-        pid = int(fields[_PARENT]) if fields else 0
-    return pid > 1
 
 
 if __name__ == "__main__":
