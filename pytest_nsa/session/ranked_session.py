@@ -36,7 +36,6 @@ from pytest_nsa.session.items import (
 from pytest_nsa.session.launch import failed_key, launched_key
 from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
-from pytest_nsa.session.outer.launched import outer_key
 from pytest_nsa.session.plugins.forked import keep_from_forking
 from pytest_nsa.session.resources import lacks_gpu
 from pytest_nsa.session.runner import RankRunner
@@ -49,6 +48,7 @@ from pytest_nsa.wire.protocols import LaunchError
 entries_key = pytest.StashKey[list[Entry]]()
 decision_key = pytest.StashKey[Decision]()
 problem_key = pytest.StashKey[str]()  # what is wrong with a test's marks; '' for nothing
+outer_key = pytest.StashKey[Any]()  # the hooks of an outer launcher, where there is one
 unwritten_key = pytest.StashKey[str]()
 failures_key = pytest.StashKey[Failures]()
 
@@ -175,6 +175,8 @@ def start(session: pytest.Session) -> None:
     """Start what the first test on ranks needs."""
     config = session.config
     outer = config.stash.get(outer_key, None)
+    if outer is not None and not _only_lists(config):
+        outer.start_clock()
     if _wants_ranks(session):
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
@@ -184,8 +186,8 @@ def start(session: pytest.Session) -> None:
         runner.open_debugger()
         runner.attach([item.nodeid for item in session.items if _needs_ranks(item)])
         config.stash[signals_key].take()
-    if outer is not None and not _only_lists(config):
-        outer.start_clock()
+    if outer is not None:
+        outer.note_run()
 
 
 def _wants_ranks(session: pytest.Session) -> bool:

@@ -9,8 +9,9 @@ import pytest
 
 from pytest_nsa.cli.main import main
 from pytest_nsa.report.summary import read_entries
-from pytest_nsa.testing import HEADER, ExampleResult, run_in
+from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_in
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 CONFTEST = """
 import os
@@ -47,6 +48,20 @@ def work(rank, port):
 def test_it():
     mp.spawn(work, (int(os.environ["PORT"]),), nprocs=2)
 """
+# Rank 0 waits in native code, until its time limit.
+LAUNCHED = """
+def test_it():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise RuntimeError("clock differs by 3 s")
+    dist.all_reduce(torch.ones(1))
+
+def test_next():
+    dist.barrier()
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port")
+OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-o", "ranks_marks=true")
 
 
 def write(folder: Path, source: str) -> Path:
@@ -95,4 +110,15 @@ def test_a_report_that_is_written_again_has_it(marked: ExampleResult, capsys: py
 def test_a_job_that_a_test_starts_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORT", str(free_port()))
     result = run_in(write(tmp_path, STARTS), "--ranks-descendants=report")
+    assert [(v.cause, v.ranks) for v in result.verdicts.values()] == [("clock_skew", (1,))]
+
+
+@pytest.mark.parametrize(("source", "options"), [(MARKED, ()), (LAUNCHED, ("--timeout=8",))])
+def test_under_a_launcher_it_is_the_same(
+    warm: WarmPython, tmp_path: Path, source: str, options: tuple[str, ...]
+) -> None:
+    write(tmp_path, source)
+    session = (*TORCHRUN, str(free_port()), "-m", "pytest", *OPTIONS, *options)
+    warm.call(*session, cwd=tmp_path, timeout=150, nursery=True)
+    result = read_result(tmp_path, pytest.RunResult(1, [], [], 0))
     assert [(v.cause, v.ranks) for v in result.verdicts.values()] == [("clock_skew", (1,))]
