@@ -25,7 +25,7 @@ from _pytest.junitxml import LogXML, xml_key
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.observer import Observer
-from pytest_nsa.rank.launched import END_REQUEST
+from pytest_nsa.rank.outer_rank import END_REQUEST
 from pytest_nsa.report import junit, runs
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report.plain import visible

@@ -20,11 +20,12 @@ from _pytest.junitxml import xml_key
 
 from pytest_nsa import marked
 from pytest_nsa.rank.host_plugins import remove_hooks
-from pytest_nsa.rank.launched import LaunchedRank
+from pytest_nsa.rank.outer_rank import LaunchedRank
 from pytest_nsa.report import junit
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.items import Ranked, runner_key
 from pytest_nsa.session.needs import needs_of
+from pytest_nsa.session.outer.attachment import Attachment
 from pytest_nsa.session.outer.clock import Clock
 from pytest_nsa.session.outer.session_log import SessionLog
 from pytest_nsa.settings import OuterLauncher, Settings
@@ -93,8 +94,8 @@ class Screen:
 class OuterHooks:
     """Registered only under an outer launcher."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, outer: OuterLauncher) -> None:
-        self.config, self.settings, self.outer = config, settings, outer
+    def __init__(self, config: pytest.Config, settings: Settings, outer: OuterLauncher, attachment: Attachment) -> None:
+        self.config, self.settings, self.outer, self.attachment = config, settings, outer, attachment
         self.screen = Screen(config)
         self.log = SessionLog(config, outer)
         self._clock: Clock | None = None
@@ -226,13 +227,11 @@ class OuterHooks:
             self.screen.show(self.outer.rank, f"{session.testsfailed} failed here, of {session.testscollected}")
 
     @pytest.hookimpl(trylast=True)
-    def pytest_unconfigure(self, config: pytest.Config) -> None:
+    def pytest_unconfigure(self) -> None:
         """Exit after all reports: torchrun ends all processes once one has failed."""
         self.screen.release()
         self.log.note("finish")
         if self._clock is not None:
             self._clock.close()
         self.log.close()
-        attachment = config.stash[runner_key].attachment
-        if attachment is not None:
-            attachment.close()
+        self.attachment.close()

@@ -53,7 +53,7 @@ from pytest_nsa.session.started.process_ends import (
     of_ranks,
 )
 from pytest_nsa.session.started.process_starts import on_start
-from pytest_nsa.settings import Settings
+from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.children import children
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.descendants import Key, Process, started_since, ticks_since_boot
@@ -350,7 +350,7 @@ class StartedRanks:
     @property
     def _is_worker(self) -> bool:
         """Whether it is a worker of xdist: its controller kills it if it does not end soon."""
-        return hasattr(self.config, "workerinput")
+        return self.settings.mode is Mode.WORKER
 
     @_harmless
     def _at_exit(self) -> bool:
