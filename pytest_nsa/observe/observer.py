@@ -60,7 +60,7 @@ class Observer:
         announce_after: float = 0.0,
     ) -> None:
         self.folder, self.notes, self.announce = folder, notes or folder, announce
-        self.log = self.notes / "host.jsonl"
+        self.log, self._suspicions = self.notes / "host.jsonl", self.notes / "suspicions.jsonl"
         self.watch = ProgressWatch({rank: BoardReader(folder / f"rank{rank}" / "board.bin") for rank in ranks})
         self.stall = StallClock()
         self.finding: Finding | None = None  # what the rules suspect
@@ -73,7 +73,8 @@ class Observer:
         self._finds_ranks = not ranks
         self._delay = AnnounceDelay()
         self._announced: tuple[object, ...] = ()
-        self._has_counters = False  # the ranks were asked for the counters of their loops in this stall
+        self._has_counters = False  # the ranks have written the counters of their loops in this stall
+        self._counted_at = 0.0  # the last move that a rank had made by then
         self._beats: dict[int, tuple[float, float]] = {}
 
     @property
@@ -128,18 +129,26 @@ class Observer:
         """Apply the rules. Before anything is announced or ended, the ranks write the counters of their loops."""
         try:
             found = self._suspect()
-            if found is not None and self.is_due and not self._has_counters and self.notes == self.folder:
-                self._has_counters = True
+            if found is not None and self.is_due and self._wants_counters(found):
+                self._has_counters, self._counted_at = True, self.watch.last_move
                 await_counters(self.folder / f"rank{rank}" for rank in alive)
                 found = self._suspect()
         except Exception as error:  # the job runs: what cannot be read now must not end it
             self.finding, self.is_due, self.unread = None, False, str(error)
+            with contextlib.suppress(OSError):
+                append_line(self._suspicions, {"time": wall_clock(), "error": f"{type(error).__name__}: {error}"})
             return
         self.finding, self.unread = found, ""
         is_long = self.watch.longest_wait >= self._announce_after
         if found is not None and self.is_due and is_long and self._delay.state != self._announced:
             self._announced = self._delay.state
             self._record_suspicion(found)
+
+    def _wants_counters(self, found: Finding) -> bool:
+        """Return whether the ranks shall write their counters: once before an announcement, and as of now for what ends a test."""
+        if self.notes != self.folder:  # nothing is written into another user's folder
+            return False
+        return not self._has_counters or (found.ends_the_test and self._counted_at != self.watch.last_move)
 
     def _suspect(self) -> Finding | None:
         from pytest_nsa.diagnosis.engine import suspect  # not before a stall: the rules take long to import
@@ -158,7 +167,7 @@ class Observer:
         seconds = stalled_for(found, self.watch)
         with contextlib.suppress(OSError):
             append_line(
-                self.notes / "suspicions.jsonl",
+                self._suspicions,
                 {
                     "time": wall_clock(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
                     "reason": found.reason, "certain": found.certain, "at_work": self.at_work, "stalled_s": round(seconds, 2),

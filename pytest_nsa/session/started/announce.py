@@ -13,13 +13,10 @@ the process has ended.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 
 LOOK_S = 0.25
 _STATE, _BEGAN = 0, 19  # fields of /proc/PID/stat after the command's name
@@ -37,7 +34,9 @@ def announce(test: str, pid: int, began: int) -> None:
     while not is_over() and not any(n.startswith("job-") for _, names, _ in os.walk(folder) for n in names):
         time.sleep(LOOK_S)
     if not is_over():
-        _follow(folder, test, is_over)
+        from pytest_nsa.session.started.follow_jobs import follow_jobs
+
+        follow_jobs(folder, test, is_over)
 
 
 def _stat(pid: int) -> list[str]:
@@ -46,52 +45,6 @@ def _stat(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
-    from pathlib import Path
-
-    from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-    from pytest_nsa.observe.announcements import WAITED_FOR_S, announcement
-    from pytest_nsa.observe.finders import jobs_in
-    from pytest_nsa.observe.observer import Observer
-    from pytest_nsa.report.plain import visible
-    from pytest_nsa.report.runs import ANNOUNCEMENTS
-    from pytest_nsa.wire import masking
-    from pytest_nsa.wire.files import append_line, read_object
-
-    if read_object(Path(test)).get("masks"):
-        from nsa.trace import secrets
-
-        masking.mask_with(secrets)  # as the session does
-    observers: dict[Path, Observer] = {}
-    announced: set[Path] = set()
-
-    def announce_of(job: Path, found: Finding, seconds: float, at_work: bool) -> None:
-        now, boards = read_object(Path(test)), observers[job].boards.values()
-        if job in announced or not now.get("nodeid") or str(job) in now["others"]:
-            return
-        announced.add(job)
-        who = describe_ranks(found.ranks, int(max(b.numbers["world_size"] for b in boards)))
-        what = "a suspicion; the test's own time limit ends it"
-        text = visible(announcement(found, now["nodeid"], who, seconds, what, at_work=at_work))
-        sys.stderr.write(f"\n{text}\n")
-        with contextlib.suppress(OSError):
-            append_line(Path(folder, ANNOUNCEMENTS), {"time": time.time(), "text": text})
-
-    while not is_over():
-        jobs = [job for job in jobs_in(Path(folder)) if (job / "job.json").exists()]
-        observers = {job: observer for job, observer in observers.items() if job in jobs}
-        for job in jobs:
-            try:
-                if job not in observers:
-                    observers[job] = Observer(
-                        job, announce=functools.partial(announce_of, job), announce_after=WAITED_FOR_S
-                    )
-                observers[job].look()
-            except (OSError, ValueError):
-                continue  # the test has ended, and the session deletes the job
-        time.sleep(LOOK_S)
 
 
 if __name__ == "__main__":
