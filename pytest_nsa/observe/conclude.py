@@ -54,13 +54,12 @@ def verdict_on(evidence: Evidence, *, again: bool = False, below: Path | None = 
 
     Without one, or ``again``, return that of the package's rules. ``below``: where sources may be read; None: anywhere.
     """
-    recorded = None if again else read_verdict(evidence.folder)
-    if recorded is not None:
-        return recorded
     from pytest_nsa.diagnosis.divergence import add_divergence
     from pytest_nsa.diagnosis.engine import diagnose
 
-    return add_divergence(diagnose(evidence), evidence, below=below)
+    verdict = (None if again else read_verdict(evidence.folder)) or diagnose(evidence)
+    # That of a second run has no divergence: the first run's has it.
+    return verdict if verdict.first_divergence else add_divergence(verdict, evidence, below=below)
 
 
 def _read(folder: Path) -> Evidence:
