@@ -20,8 +20,6 @@ from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
-from pytest_nsa.session.failure_text import HangLines, hang_line
-from pytest_nsa.session.failures import Failures
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.group import Alone, Group
 from pytest_nsa.session.interrupts import Signals, signals_key
@@ -40,6 +38,8 @@ from pytest_nsa.session.launch import failed_key, launched_key
 from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.plugins.forked import keep_from_forking
+from pytest_nsa.session.reports.failure_text import HangLines, hang_line
+from pytest_nsa.session.reports.failures import Failures
 from pytest_nsa.session.resources import lacks_gpu
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, settings_key

@@ -31,8 +31,8 @@ from pytest_nsa.report.terminal import short_path
 from pytest_nsa.session import before_timeout
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
+from pytest_nsa.session.reports import of_started as reports
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.started import reports
 from pytest_nsa.session.started.announcer import JobAnnouncer
 from pytest_nsa.session.started.child_stacks import ChildStacks, named
 from pytest_nsa.session.started.jobs_of_test import (
