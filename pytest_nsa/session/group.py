@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.supervise import RanksRun
 from pytest_nsa.session.phases import Phases
 from pytest_nsa.wire.messages import Job
-from pytest_nsa.wire.protocols import Launcher, Limits, Monitor
-
-More = Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]]
 
 
 class Group(Protocol):
@@ -28,16 +24,8 @@ class Group(Protocol):
     def local(self, job: Job) -> Job:
         """Return ``job`` as this process runs it."""
 
-    def run(
-        self,
-        job: Job,
-        launcher: Launcher,
-        limits: Limits,
-        monitors: Sequence[Monitor],
-        announce: Callable[[str], None],
-        more: More,
-    ) -> None:
-        """Run this process's ranks of ``job`` to their end. Raises LaunchError."""
+    def run(self, run: RanksRun) -> None:
+        """Run this process's ranks of a job to their end. Raises LaunchError."""
 
     def refuse(self, reason: str) -> None:
         """Inform the other processes that this one could not start its ranks."""
@@ -58,16 +46,8 @@ class Alone:
     def local(self, job: Job) -> Job:
         return job
 
-    def run(
-        self,
-        job: Job,
-        launcher: Launcher,
-        limits: Limits,
-        monitors: Sequence[Monitor],
-        announce: Callable[[str], None],
-        more: More,
-    ) -> None:
-        RanksRun(job, launcher, limits, monitors, announce, more=more).run()
+    def run(self, run: RanksRun) -> None:
+        run.run()
 
     def refuse(self, reason: str) -> None:
         pass

@@ -17,6 +17,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.output import LiveOutput, OutputLimit
+from pytest_nsa.observe.supervise import RanksRun
 from pytest_nsa.observe.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session import second_run
@@ -267,7 +268,7 @@ class RankRunner:
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
         announce = _ignore if job.flow else self._announce  # what the first run announced
-        self.group.run(job, launcher, limits, self._monitors(job), announce, self._more_evidence)
+        self.group.run(RanksRun(job, launcher, limits, self._monitors(job), announce, self._more_evidence))
 
     def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
         """Return the facts that hooks add for ranks that are about to be stopped."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,13 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.supervise import RanksRun
-from pytest_nsa.session.group import More
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.session.phases import Phases
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import Job
-from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor, Starter
+from pytest_nsa.wire.protocols import LaunchError, Limits, Starter
 
 PUSH_S = 0.25  # between two boards that a follower sends
 START_S = 120.0
@@ -114,16 +113,9 @@ class Attachment:
             stay=False,
         )
 
-    def run(
-        self,
-        job: Job,
-        launcher: Launcher,
-        limits: Limits,
-        monitors: Sequence[Monitor],
-        announce: Callable[[str], None],
-        more: More,
-    ) -> None:
-        """Run this process's rank of ``job``, as leader or follower. Nothing is announced, and no hook adds facts."""
+    def run(self, run: RanksRun) -> None:
+        """Run this process's rank of a job, as leader or follower. Nothing is announced, and no hook adds facts."""
+        job, run = run.job, replace(run, announce=None, more=None)
         key = str(self._count)
         if self.leads:
             for rank in range(1, self.outer.world_size):
@@ -132,8 +124,8 @@ class Attachment:
             if self.lost:
                 raise LaunchError("; ".join(f"rank {rank}'s process {why}" for rank, why in self.lost.items()))
             self.wire.put(f"{key}/go", {"nodeid": job.nodeid, "seed": job.seed})
-            leading = LeaderLauncher(launcher, self.wire, key, job, self.lost)
-            RanksRun(job, leading, limits, monitors, ranks=range(job.world_size)).run()
+            leading = LeaderLauncher(run.launcher, self.wire, key, job, self.lost)
+            replace(run, launcher=leading).run()
             leading.gather()
             return
         go = self.wire.wait(f"{key}/go", MEET_S, or_key="end")
@@ -148,7 +140,7 @@ class Attachment:
         follower.poll()  # the leader's limit for silent processes counts from here
         endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0, after_failure=NEVER_S)
         try:
-            RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
+            replace(run, job=job, limits=endless, monitors=(follower,), ranks=(self.outer.rank,)).run()
         finally:
             follower.send_everything()
 

@@ -44,6 +44,7 @@ POLL_S = 0.1
 WATCH_S, LOOK_S = 2.5, 0.9  # before a limit: begin to follow the boards; record what the ranks do
 GRACE_S = 0.6  # after a limit, for pytest-timeout's own signal to end the test
 ENDING_S = 1.5  # for processes to end themselves
+CLOSE_S = 20.0  # for a clock that writes a verdict
 REPORTED = "reported"  # a session that has ended without its report
 KEPT = "evidence"  # a copy of the launch's evidence, in the form of a test's folder
 _FILES = ("board.bin", "stall.json", "counters.json")
@@ -80,10 +81,20 @@ class Clock:
             os._exit(0)
 
     def close(self) -> None:
-        """End the clock: the session has reported everything itself."""
-        if self._pid:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._pid, 0)
+        """Wait for the end of the clock: the session has reported everything itself.
+
+        On a full disk its log does not show that.
+        """
+        if not self._pid:
+            return
+        deadline = monotonic() + CLOSE_S
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+                if monotonic() >= deadline:
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
+                    return
+                time.sleep(0.01)
 
     def _wait_for_turn(self) -> None:
         """Act for all sessions of the launch once no other clock does, until this session is over."""
