@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import the type of a fixture's value when it is first used, as in ``from pytest_nsa.fixtures import DDP``."""
-    if name not in ("DDP", "FSDP", "Group", "Trace"):
+    if name not in ("DDP", "FSDP", "Group", "Trace", "make_group", "make_ddp", "make_fsdp", "make_trace"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pytest_nsa.rank import handles
 
@@ -35,33 +35,25 @@ def is_active() -> None:
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Group:
     """The bare process group: rank, world_size, device, barrier(). The test runs on ranks."""
-    from pytest_nsa.rank.handles import make_group
-
-    return make_group(require_rank(request, "group"))
+    return __getattr__("make_group")(require_rank(request, "group"))
 
 
 @pytest.fixture
 def ddp(request: pytest.FixtureRequest) -> DDP:
     """Wrap a model in DDP: `model = ddp.wrap(model)`. The test runs on ranks."""
-    from pytest_nsa.rank.handles import make_ddp
-
-    return make_ddp(require_rank(request, "ddp"))
+    return __getattr__("make_ddp")(require_rank(request, "ddp"))
 
 
 @pytest.fixture
 def fsdp(request: pytest.FixtureRequest) -> FSDP:
     """Shard a model with FSDP: `model = fsdp.wrap(model)`. The test runs on ranks."""
-    from pytest_nsa.rank.handles import make_fsdp
-
-    return make_fsdp(require_rank(request, "fsdp"))
+    return __getattr__("make_fsdp")(require_rank(request, "fsdp"))
 
 
 @pytest.fixture
 def trace(request: pytest.FixtureRequest) -> Trace:
     """Trace a training step: `with trace(model): step()`, then `trace.missing_gradients()`. For tests on ranks."""
-    from pytest_nsa.rank.handles import make_trace
-
-    return make_trace(require_rank(request, "trace"))
+    return __getattr__("make_trace")(require_rank(request, "trace"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 LAUNCHES = ("auto", "fork", "clean", "cold")
 UNMARKED = ("all", "leader")
-DESCENDANTS = ("off", "report", "end")
+DESCENDANTS = ("off", "report")
 RERUNS = ("auto", "off", "all")
 # What --ranks-bisect-env tries where nothing else is named: variables that a library reads as a group forms or a GPU is first used.
 MITIGATIONS = (
@@ -45,7 +45,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--ranks-descendants", dest="nsa_descendants", choices=DESCENDANTS,
         help="Diagnose ranks that tests start by themselves: report at the test's time limit, at an interrupt and at "
-        "the end of the session; end: also end what a test leaves running (default: ini ranks_descendants)",
+        "the end of the session (default: ini ranks_descendants)",
     )  # fmt: skip
     group.addoption(
         "--ranks-rerun", dest="nsa_rerun", choices=RERUNS,
@@ -138,7 +138,7 @@ def add_options(parser: pytest.Parser) -> None:
     _add_ini(
         parser,
         "ranks_descendants",
-        "Diagnose ranks that tests start by themselves: off, report or end (as --ranks-descendants)",
+        "Diagnose ranks that tests start by themselves: off or report (as --ranks-descendants)",
         default="off",
     )
     _add_ini(

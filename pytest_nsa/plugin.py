@@ -1,4 +1,4 @@
-"""The hooks, each a few lines. What ranks need is imported for the first test that asks for them: `session.ranked_session`.
+"""The hooks, each a few lines. What ranks need is imported for the first test that asks for them: `session.modes`.
 
 It is called from these hooks, and registers none of its functions, so that the order among plugins never changes.
 """
@@ -24,25 +24,38 @@ __all__ = [
     "artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "is_active", "launch", "rank_tmp_path", "trace",
 ]  # fmt: skip
 
-part_key = pytest.StashKey[Any]()  # the module `session.ranked_session`, once it is needed
+part_key = pytest.StashKey[Any]()  # what the hooks do in a session with ranks, once one is needed
 refused_key = pytest.StashKey[str]()  # why this session can have no ranks: what is wrong in its settings
 
 _FIXTURES = ("launch", "artifacts", "trace", "branch", "gc_range", "rank_tmp_path")
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
 
 
+class WithoutRanks:
+    """What the hooks do in a session that needs no ranks: nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+    def make_ranked(self, item: Any) -> Any:
+        """Return the item unchanged."""
+        return item
+
+
+_without_ranks = WithoutRanks()
+
+
 def _part(config: pytest.Config) -> Any:
-    """Return the module with what the hooks do in a session with ranks; None in other sessions."""
-    return config.stash.get(part_key, None)
+    """Return what the hooks do in this session."""
+    return config.stash.get(part_key, _without_ranks)
 
 
 def _begin(config: pytest.Config, *, is_late: bool = False) -> None:
-    """Resolve the settings, and prepare this process for ranks, once. Raises UsageError."""
-    if _part(config) is None:
-        from pytest_nsa.session import ranked_session
+    """Resolve the settings and this process's mode, and prepare it for ranks, once. Raises UsageError."""
+    if part_key not in config.stash:
+        from pytest_nsa.session.modes import begin
 
-        ranked_session.begin(config, is_late=is_late)
-        config.stash[part_key] = ranked_session
+        config.stash[part_key] = begin(config, is_late=is_late)
 
 
 def _begin_or_refuse(config: pytest.Config, *, is_late: bool = True) -> None:
@@ -144,8 +157,7 @@ def _on_ranks(item: Any) -> Any:
     if type(item) is not pytest.Function or not marked.is_ranked(item):
         return item
     _begin_or_refuse(item.config)
-    part = _part(item.config)
-    return part.make_ranked(item) if part is not None else item
+    return _part(item.config).make_ranked(item)
 
 
 @pytest.hookimpl(trylast=True)  # a conftest may have marked them in the same hook
@@ -153,8 +165,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     config = session.config
     if any(_asks(item) for item in items):
         _begin_or_refuse(config)
-    if (part := _part(config)) is not None:
-        part.take_items(session, items)
+    _part(config).take_items(session, items)
 
 
 def _asks(item: pytest.Item) -> bool:
@@ -169,19 +180,17 @@ def _asks(item: pytest.Item) -> bool:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(marked.is_ranked(item) for item in session.items):  # another plugin's hook wrapper has marked it
         _begin_or_refuse(session.config)
-    if (part := _part(session.config)) is not None:
-        part.finish_collection(session)
+    _part(session.config).finish_collection(session)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str] | None:
-    part = _part(config)
-    return part.describe_collection(config, items) if part is not None else None
+    described: list[str] | None = _part(config).describe_collection(items)
+    return described
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
-    if (part := _part(session.config)) is not None:
-        part.start(session)
+    _part(session.config).start(session)
     return (yield)
 
 
@@ -189,28 +198,26 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if refused_key in item.config.stash and _asks(item):
         pytest.fail(item.config.stash[refused_key], pytrace=False)
-    if (part := _part(item.config)) is not None:
-        part.check_item(item)
+    _part(item.config).check_item(item)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    part = _part(item.config)
-    return part.begin_item(item, nextitem) if part is not None else None
+    is_left: bool | None = _part(item.config).begin_item(item, nextitem)
+    return is_left
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """pytest-timeout's clock for tests on ranks is ours: it bounds the ranks, not the host that waits for them."""
-    part = _part(item.config)
-    return part.take_limit(item, settings) if part is not None else None
+    is_ours: bool | None = _part(item.config).take_limit(item, settings)
+    return is_ours
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report: Any = yield
-    if (part := _part(item.config)) is not None:
-        part.complete_report(item, call, report)
+    _part(item.config).complete_report(item, call, report)
     return report
 
 
@@ -223,10 +230,8 @@ def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if (part := _part(session.config)) is not None:
-        part.finish(session, exitstatus)
+    _part(session.config).finish(session, exitstatus)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if (part := _part(config)) is not None:
-        part.summarize(terminalreporter, config)
+    _part(config).summarize(terminalreporter)

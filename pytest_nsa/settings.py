@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
 from dataclasses import dataclass, field
@@ -25,6 +26,20 @@ COLD_JOB = "PYTEST_NSA_COLD_JOB"
 COVERAGE = "PYTEST_NSA_COVERAGE"  # the sources that a child measures, where pytest-cov is on
 
 
+class Mode(enum.Enum):
+    """What this pytest process is in a run.
+
+    PLAIN: the only one, or the controller of xdist; WORKER: a worker of xdist; LEADER, FOLLOWER: under an outer launcher, the
+    process of rank 0 and the others; CHILD: one that the plugin started, which becomes ranks.
+    """
+
+    PLAIN = enum.auto()
+    WORKER = enum.auto()
+    LEADER = enum.auto()
+    FOLLOWER = enum.auto()
+    CHILD = enum.auto()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterLauncher:
     """What torchrun or a SLURM job passes to this process. ``serves_store``: the launcher itself keeps the store; ``attempt``: what
@@ -43,6 +58,7 @@ class OuterLauncher:
 class Settings:
     """What was requested for a run. Times in seconds; 0 means never."""
 
+    mode: Mode
     artifacts: Path
     launch: str
     fsdp_version: int
@@ -93,7 +109,9 @@ def resolve(config: pytest.Config) -> Settings:
     if level not in ("full", "light"):
         raise pytest.UsageError(f"NSA_TRACE_LEVEL={level!r}: must be full or light")
     named_plugins(config)  # a line that cannot be used is refused now, not in the ranks
+    outer = outer_launcher(config) if HAS_RANKS else None
     settings = Settings(
+        mode=_mode_of(config, outer),
         artifacts=(config.rootpath / directory).resolve(),  # pytest refuses '..' in the path of a child's cache
         launch=config.getoption("--ranks-launch"),
         fsdp_version=int(config.getoption("--ranks-fsdp-version")),
@@ -117,7 +135,7 @@ def resolve(config: pytest.Config) -> Settings:
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
         gpu_ids=find_gpus(),
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
-        outer=outer_launcher(config) if HAS_RANKS else None,
+        outer=outer,
         unmarked=_choice(config, "ranks_unmarked", UNMARKED),
         descendants=_descendants(config) if HAS_RANKS else "off",
         descendants_fail=_flag(config, "ranks_descendants_fail"),
@@ -134,6 +152,16 @@ def resolve(config: pytest.Config) -> Settings:
         )
     config.stash[settings_key] = settings
     return settings
+
+
+def _mode_of(config: pytest.Config, outer: OuterLauncher | None) -> Mode:
+    if is_child_process():
+        return Mode.CHILD
+    if hasattr(config, "workerinput"):
+        return Mode.WORKER
+    if outer is not None:
+        return Mode.FOLLOWER if outer.rank else Mode.LEADER
+    return Mode.PLAIN
 
 
 def _descendants(config: pytest.Config) -> str:

@@ -20,11 +20,10 @@ from pytest_nsa.cli.foreign import diagnose_foreign
 from pytest_nsa.cli.foreign_folders import sources_folder, to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
-from pytest_nsa.cli.watch import folder_of, watch
-from pytest_nsa.cli.without_evidence import watch_unaided
-from pytest_nsa.diagnosis.divergence import add_divergence
-from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.cli.watch import show_stacks, watch
 from pytest_nsa.evidence.load import find_test_folders
+from pytest_nsa.observe.conclude import verdict_on
+from pytest_nsa.observe.finders import folder_of
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
@@ -82,9 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         "--html", action="store_true", help="write DIR/report.html again: of a training with its curves"
     )
     command.add_argument("--sources", action="store_true", help=_SOURCES)
+    command.add_argument(
+        "--again", action="store_true",
+        help="apply the rules of this version, in place of the verdict that the session recorded, with its repository's rules",
+    )  # fmt: skip
     command = commands.add_parser(
         "watch",
-        help="follow a training with NSA_TRACE_DIR set in its ranks; of any other what /proc and py-spy show",
+        help="follow a training with NSA_TRACE_DIR set in its ranks; of any other print the stacks once",
     )
     command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
@@ -174,13 +177,13 @@ def _diagnose(arguments: argparse.Namespace) -> int:
                 are_running = True
                 continue
         below = sources_folder(evidence, requested=arguments.sources)
-        verdict = add_divergence(diagnose(evidence), evidence, below=below)
+        verdict = verdict_on(evidence, again=arguments.again or bool(others), below=below)
         failed = failed or verdict.failed
         name = str(folder.relative_to(first))
         entries.append(Entry(folder=name, verdict=verdict))
         if arguments.json:
             print(json.dumps(verdict.to_json()))
-        elif verdict.failed:
+        elif verdict.failed or verdict.expected:
             print(f"{name_of_test}\n" + "\n".join(lines(verdict, evidence)) + "\n")
         else:
             print(f"{name_of_test}\n{verdict.outcome}\n")
@@ -200,7 +203,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     for pid in arguments.pids:
         found = folder_of(pid)
         if found is None:
-            code = watch_unaided(pid, once=arguments.once)
+            code = show_stacks(pid)
             if code == 2:
                 print(
                     f"error: process {pid} is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR",

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.cli.foreign_folders import to_write_in, with_allowed_sources
-from pytest_nsa.cli.watch import folder_of
 from pytest_nsa.diagnosis.decision import decide
-from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders, load
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.observe.conclude import conclude
+from pytest_nsa.observe.finders import folder_of
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
-from pytest_nsa.report.run import DECISION, read_decision, write_reports, write_verdict
+from pytest_nsa.report.run import DECISION, read_decision, read_verdict, write_reports
 from pytest_nsa.report.summary import VERDICTS, read_entries
 from pytest_nsa.wire.files import append_line
 
@@ -55,8 +55,7 @@ def _conclude(run: Path, sources: bool) -> None:
         evidence = read(folder, sources=sources)
         if evidence is None or is_live(evidence):
             continue
-        verdict = diagnose(evidence)
-        write_verdict(folder, verdict)
+        verdict = read_verdict(folder) or conclude(folder, given=evidence)[0]
         append_line(run / VERDICTS, {"folder": folder.name, **verdict.to_json()})
 
 

@@ -16,6 +16,9 @@ from pytest_nsa.wire.messages import Job
 if TYPE_CHECKING:
     from nsa.trace.session import TraceSession
 
+# What DDP, FSDP and optimizers import on first use. It costs a second, and every fork copies the page tables of 80 MB.
+LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
+
 
 @dataclass(kw_only=True)
 class RankContext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import random
 import signal
 import sys
 import traceback
@@ -12,20 +13,31 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from os import getpid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from nsa.trace import board
 from nsa.trace.autostart import mark_as_traced
 from nsa.trace.board import PHASES
 from nsa.trace.calls.debug_level import VARIABLE, lower_detail
 from nsa.trace.events import ignore_full_disk, local_rank, machine, record
+from nsa.trace.frames import UNUSUAL_LIBRARIES, add_user_file
+from nsa.trace.memory import limit_mib
+from nsa.trace.session import installed, is_flow_wanted
+from nsa.trace.stall import handlers, thread_errors
 from nsa.trace.stall.exceptions import record_exception
+from nsa.trace.stall.handlers import forget, install, lasting_handlers
+from nsa.trace.stall.threads import lasting_threads
+from nsa.trace.training import record_models
 from pytest_nsa.evidence.board import learn
 from pytest_nsa.rank import coverage, replay
-from pytest_nsa.rank.context import RankContext, become, end_if_forked
+from pytest_nsa.rank.context import LATE, RankContext, become, end_if_forked
 from pytest_nsa.rank.keep_connections import wait_for_others, wait_for_threads
 from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
+from pytest_nsa.rank.store import ChannelStore
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.memory import AddedMemory
@@ -34,12 +46,7 @@ from pytest_nsa.wire.files import append, open_to_append
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 EXIT_FAILED = 1
-# What DDP, FSDP and optimizers import on first use. It costs a second, and every fork copies the page tables of 80 MB.
-LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
 SETTLE_S = 0.2  # for the collectives of ranks that stay to complete
 # torch's own time limit must not come before ours: its message names no rank. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
@@ -47,8 +54,6 @@ GROUP_TIMEOUT = timedelta(days=1)
 
 def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
     """Return this process's peak memory in its test, in MiB: its own pages, and its GPU's."""
-    import torch
-
     found = memory.peaks()
     if device != "cpu":
         found["peak_gpu_mib"] = round(torch.cuda.max_memory_allocated(device) / (1 << 20), 1)
@@ -59,12 +64,14 @@ def _folders_of_others(job: Job, rank: int) -> list[Path]:
     return [job.rank_folder(other) for other in range(job.world_size) if other != rank]
 
 
+def seed_alike(seed: int) -> None:
+    """Seed the random generators equally on all ranks that are new interpreters; forked ranks inherit one state."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def rehearse() -> None:
     """Do once before ranks are forked what each of them would have to do: fill caches, install handlers."""
-    from nsa.trace import board
-    from nsa.trace.memory import limit_mib
-    from nsa.trace.stall import handlers, thread_errors
-
     handlers.install()
     thread_errors.install()
     learn(board.header())
@@ -160,13 +167,6 @@ class RankProcess:
         folder.mkdir(exist_ok=True)  # a host makes no folder for ranks of another machine
         _redirect_output(folder)
         self._arm_stack_dumps(folder)
-
-        from nsa.trace.frames import UNUSUAL_LIBRARIES, add_user_file
-        from nsa.trace.memory import limit_mib
-        from nsa.trace.session import installed, is_flow_wanted
-        from nsa.trace.stall.handlers import forget, install, lasting_handlers
-        from nsa.trace.stall.threads import lasting_threads
-        from nsa.trace.training import record_models
 
         on_gpu = self.spec.device == "cuda"
         facts = {"machine": machine(on_gpu=on_gpu), "memory_mib": limit_mib()}
@@ -286,9 +286,6 @@ class RankProcess:
         """
         if self._has_joined and not again:
             return
-        import torch
-        import torch.distributed as dist
-
         if self._has_joined:
             leave_group()
             if self.spec.backend:
@@ -320,8 +317,6 @@ class RankProcess:
         self._has_joined = True
 
     def _init_group(self, store: dist.Store) -> None:
-        import torch.distributed as dist
-
         dist.init_process_group(
             self.spec.backend, store=store, rank=self.number, world_size=self.spec.world_size, timeout=GROUP_TIMEOUT
         )
@@ -329,20 +324,14 @@ class RankProcess:
 
     def _has_kept_its_group(self) -> bool:
         """Return whether the default group is the one that was formed here; true where a test makes its own."""
-        import torch.distributed as dist
-
         return not self.spec.backend or dist.group.WORLD is self._group
 
     def _store(self) -> dist.Store:
-        import torch.distributed as dist
-
         if self.spec.rendezvous:
             place, _, prefix = self.spec.rendezvous.partition("/")
             host, _, port = place.rpartition(":")
             return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT))
         if self.control is not None and self.spec.backend == "gloo":
-            from pytest_nsa.rank.store import ChannelStore
-
             self._channel_store = ChannelStore(self.control)  # C++ calls back into it for as long as the process lives
             return self._channel_store
         self.store.parent.mkdir(parents=True, exist_ok=True)

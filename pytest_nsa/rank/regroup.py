@@ -6,12 +6,12 @@ import importlib
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from nsa.trace.autostart import mark_as_traced
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 
@@ -52,8 +52,6 @@ def meeting_store(rank: int, ports: Sequence[int]) -> dist.Store | None:
     """Return a store that rank 0 serves on the last of ``ports``, ten times as fast as the zygote's; None without ports."""
     if not ports:
         return None
-    import torch.distributed as dist
-
     limit = timedelta(seconds=60)
     return dist.TCPStore("127.0.0.1", ports[-1], is_master=rank == 0, wait_for_workers=False, timeout=limit)
 
@@ -65,9 +63,6 @@ def leave_group() -> None:
     """Forget the default group, if there is one. Its connections stay open until this process ends: gloo takes 20 ms to close them,
     and holds the GIL in that time. The host bounds their number (`pytest_nsa.session.runner`).
     """
-    import torch
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()

@@ -71,6 +71,14 @@ def write_verdict(folder: Path, verdict: Verdict) -> None:
     write_atomically(folder / "result.txt", ("XFAIL" if verdict.expected else verdict.outcome) + "\n")
 
 
+def read_verdict(folder: Path) -> Verdict | None:
+    """Return the verdict that a folder of evidence records; None without a whole one."""
+    try:
+        return Verdict.from_json(read_object(folder / "verdict.json"))
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
 def write_reports(
     run: Path, gpus: int, decide: summary.Decide, *, interrupted: bool, left: Decision | None = None
 ) -> tuple[list[summary.Entry], Decision]:

@@ -6,7 +6,6 @@ import bdb
 import contextlib
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +25,11 @@ from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
-from pytest_nsa.session import phases, recorded_properties
-from pytest_nsa.session.failure_text import ReprEntryNative
+from pytest_nsa.session import phases
 from pytest_nsa.session.plugins import lines_by_test
+from pytest_nsa.session.reports import recorded_properties
+from pytest_nsa.session.reports.failure_text import ReprEntryNative
+from pytest_nsa.session.reports.rank_warnings import repeat_warnings
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()
@@ -233,35 +234,6 @@ class Ranked(pytest.Function):
             if path.is_file() and path.is_relative_to(self.config.rootpath) and "site-packages" not in path.parts:
                 return str(path), int(match["line"])
         return marks.place_of(self)
-
-
-def repeat_warnings(item: pytest.Item, evidence: Evidence) -> None:
-    """Report the ranks' warnings to pytest, equal ones once, and the processes, threads and exit handlers that they left."""
-    found = {}
-    for rank in evidence.ranks:
-        for w in rank.warnings:
-            kind = getattr(sys.modules.get(w["module"]), w["category"], None)
-            if not (isinstance(kind, type) and issubclass(kind, Warning)):
-                kind = type(w["category"], (Warning,), {"__module__": w["module"]})
-            found[w["module"], w["category"], w["message"], w["filename"], w["lineno"]] = kind
-        who, place = f"rank {rank.rank} left", marks.place_of(item)
-        for command in rank.left_running:
-            found["", "", f"{who} a process running, which was ended: {command}", *place] = pytest.PytestWarning
-        for name, where in rank.left_threads:
-            text = f"{who} the thread {name} at {where}: it is no daemon: a process of torchrun would wait for it"
-            found["", "", text, *place] = pytest.PytestWarning
-        for what, where, call in rank.left_handlers:
-            text = f"{who} {what} at {where}, which calls {call}: a process of torchrun would wait in it for others"
-            found["", "", text, *place] = pytest.PytestWarning
-    for (_, _, text, file, line), kind in found.items():
-        report_warning(item, warnings.WarningMessage(text, kind, file, line))
-
-
-def report_warning(item: pytest.Item, message: warnings.WarningMessage) -> None:
-    """Report a warning of a test to pytest, past the filters, which may turn it into a failure."""
-    item.ihook.pytest_warning_recorded.call_historic(
-        kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
-    )
 
 
 class RankedTestCase(Ranked, TestCaseFunction):

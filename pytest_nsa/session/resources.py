@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pytest_nsa import marked
-from pytest_nsa.monitor.terminal import without_capture
+from pytest_nsa.observe.terminal import without_capture
 from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import FAKE_GPU_MEMORY, Settings
 from pytest_nsa.system.gpu import FREED_S, look_at_gpus, memory_used, wait_until_freed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +14,27 @@ import pytest
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.announcements import Suspicions
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.output import LiveOutput, OutputLimit
-from pytest_nsa.monitor.supervise import RanksRun
-from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
+from pytest_nsa.observe.conclude import conclude
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.output import LiveOutput, OutputLimit
+from pytest_nsa.observe.supervise import RanksRun
+from pytest_nsa.observe.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session import second_run
 from pytest_nsa.session.bisect import Run, Variation, bisect
-from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.group import Group
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
+from pytest_nsa.session.launcher import RunLauncher
 from pytest_nsa.session.masking import mask_files, shown_ids
 from pytest_nsa.session.needs import Needs, needs_of
-from pytest_nsa.session.outer.launcher import Attachment
 from pytest_nsa.session.phases import Phases, fold, static_mark
 from pytest_nsa.session.plugins import lines_by_test
+from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.session.resources import Resources
-from pytest_nsa.session.run_launcher import RunLauncher
-from pytest_nsa.settings import Settings
+from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_lines, write_json
@@ -50,8 +50,8 @@ AFTER_FAILURE_S = 5.0
 class RankRunner:
     """Runs jobs for the tests of this process (the pytest process, or an xdist worker)."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, folder: RunFolder) -> None:
-        self.config, self.settings, self.folder = config, settings, folder
+    def __init__(self, config: pytest.Config, settings: Settings, folder: RunFolder, group: Group) -> None:
+        self.config, self.settings, self.folder, self.group = config, settings, folder, group
         self.launcher = RunLauncher(config, settings, folder)
         self.recorder = Recorder(folder)
         self.extensions = Extensions(config, folder.report)
@@ -59,7 +59,6 @@ class RankRunner:
         self.next_item: pytest.Item | None = None
         self._second_runs = 0
         self._groups = 0  # how many groups the ranks that stay have formed, one per test
-        self.attachment: Attachment | None = None
         self._terminal = Terminal(config)
         self._debugger: DebuggerServer | None = None
         self._shown_ids: dict[str, str] = {}
@@ -71,17 +70,10 @@ class RankRunner:
             self._shown_ids = shown_ids(item.nodeid for item in session.items)
         return self._shown_ids.get(nodeid, nodeid)
 
-    def attach(self, nodeids: list[str]) -> None:
-        """Meet the other processes of an outer launcher, and agree on the tests."""
-        if self.settings.outer is not None:
-            self.attachment = Attachment(self.settings.outer)
-            self.attachment.agree_on(nodeids)
-
     def open_debugger(self) -> None:
-        """Lend the terminal to ranks, where this process has one."""
-        if not hasattr(self.config, "workerinput"):
-            self._debugger = DebuggerServer(self._terminal)
-            self.config.add_cleanup(self._debugger.close)
+        """Lend the terminal to ranks."""
+        self._debugger = DebuggerServer(self._terminal)
+        self.config.add_cleanup(self._debugger.close)
 
     def close(self) -> None:
         """End the launcher and everything it started; give back what is leased."""
@@ -110,7 +102,7 @@ class RankRunner:
         if tried is not None:
             name = f"{within}/bisect-{safe_name(tried.label)}"
             needs = replace(needs, environment={**needs.environment, **tried.environment})
-        folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
+        folder = self.folder.test_folder(name, self.group.ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
             self.launcher.kill_ranks()  # ranks that stayed hold what this test is about to wait for
         job = job_of(
@@ -127,8 +119,7 @@ class RankRunner:
             debugger=self._debugger.name if self._debugger is not None else "",
         )
         job = replace(job, measures=lines_by_test.settings_of(item, folder))
-        if self.attachment is not None:
-            job = replace(self.attachment.local(job), reuse="", stay=False)
+        job = self.group.local(job)
         if job.flow:  # fresh ranks: if it passes there, an earlier test left what makes it fail
             job = replace(job, reuse="", fresh_group=False, stay=False)
         job = self._without_too_many_groups(job)
@@ -143,11 +134,10 @@ class RankRunner:
             if not job.stay:
                 self.resources.release()
         found = fold(evidence, verdict, static_mark(item))
-        if self.attachment is not None:
-            verdict, evidence, found = self.attachment.agree(verdict, evidence, found)
+        verdict, evidence, found = self.group.agree(verdict, evidence, found)
         if tried is not None:
             return verdict, evidence, found
-        if verdict.failed and self.attachment is None and not _is_expected(item, verdict):
+        if verdict.failed and self.group.is_alone and not _is_expected(item, verdict):
             narrowed = self._bisect(
                 item, needs, verdict, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
             )
@@ -155,7 +145,7 @@ class RankRunner:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {narrowed}")
                 self.recorder.replace(folder, verdict)
             verdict = self._run_again(item, verdict, evidence, values)
-        if self.attachment is not None:
+        if not self.group.is_alone:
             self.recorder.add(folder, verdict)
         return verdict, evidence, found
 
@@ -221,7 +211,7 @@ class RankRunner:
         except OSError as error:
             self.folder.spare(error)
             remove_tree(Path(job.folder))
-            job = replace(job, folder=str(self.folder.test_folder(name, self._ranks_here(job.world_size))))
+            job = replace(job, folder=str(self.folder.test_folder(name, self.group.ranks_here(job.world_size))))
             self._write_job(session, job)
         return job
 
@@ -258,8 +248,7 @@ class RankRunner:
         except LaunchError as error:
             self.close()  # the next test gets a new one
             note(folder / "host.jsonl", "refused", reason=str(error))
-            if self.attachment is not None:
-                self.attachment.refuse(str(error))
+            self.group.refuse(str(error))
         except KeyboardInterrupt:
             if not any(read_lines(folder / "host.jsonl")):  # no rank had been started
                 note(folder / "host.jsonl", "stop", reason="interrupted", moved=True)
@@ -268,22 +257,18 @@ class RankRunner:
             raise
         with self.config.stash[signals_key].held():
             verdict, evidence = self._conclude(folder, keep=keep)
-            if record and self.attachment is None:
+            if record and self.group.is_alone:
                 self.recorder.add(folder, verdict)
         return verdict, evidence
 
     def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         if self.settings.mask_output:
             mask_files(folder)
-        return conclude(folder, keep=keep, rules=self.extensions.rules)
+        return conclude(folder, self.extensions.rules, keep=keep)
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
-        if self.attachment is not None:
-            self.attachment.run(job, launcher, limits, self._monitors(job))
-            return
         announce = _ignore if job.flow else self._announce  # what the first run announced
-        suspicions = Suspicions(Path(job.folder), job, limits, announce)
-        RanksRun(job, launcher, limits, self._monitors(job), suspicions, more=self._more_evidence).run()
+        self.group.run(RanksRun(job, launcher, limits, self._monitors(job), announce, self._more_evidence))
 
     def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
         """Return the facts that hooks add for ranks that are about to be stopped."""
@@ -306,12 +291,8 @@ class RankRunner:
         """Print an announcement now; of an xdist worker, the controller prints it."""
         text = visible(text)
         self.folder.announce(text)
-        if not hasattr(self.config, "workerinput"):
+        if self.settings.mode is not Mode.WORKER:
             self._terminal(f"\n{text}\n")
-
-    def _ranks_here(self, world_size: int) -> Sequence[int]:
-        """Return the ranks of a test that run on this machine; under an outer launcher the one of this process."""
-        return range(world_size) if self.settings.outer is None else (self.settings.outer.rank,)
 
     def _next_needs(self) -> Needs | None:
         """Return what the next test of this process needs; None when it needs no ranks, or is not known."""
@@ -321,7 +302,7 @@ class RankRunner:
     def _ranks_ahead(self, job: Job) -> GroupSpec | None:
         """Return the ranks to make ready while ``job`` runs."""
         needs = self._next_needs()
-        if not self.settings.ahead or job.stay or self.attachment is not None or needs is None:
+        if not self.settings.ahead or job.stay or not self.group.is_alone or needs is None:
             return None
         if not needs.may_be_forked_ahead:
             return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.spawn.zygote import by_nodeid
+from pytest_nsa.system.prctl import write_lines_at_once
 from pytest_nsa.wire.messages import Job
 
 
@@ -22,14 +22,13 @@ class ColdSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        from pytest_nsa.rank.process import EXIT_FAILED, RankProcess
-        from pytest_nsa.system.prctl import write_lines_at_once
+        from pytest_nsa.rank.process import EXIT_FAILED, RankProcess, seed_alike
 
         data = json.loads(self.spec.read_text(encoding="utf-8"))
         job = Job.from_json(data["job"])
         code = EXIT_FAILED
         try:
-            _seed_alike(job.seed)
+            seed_alike(job.seed)
             write_lines_at_once()
             rank = RankProcess(
                 data["rank"], job.group_spec, Path(job.folder) / "store", by_nodeid(session.items), ports=data["ports"]
@@ -39,11 +38,3 @@ class ColdSession:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-
-
-def _seed_alike(seed: int) -> None:
-    """Seed the random generators equally on all ranks; forked ranks inherit one state."""
-    import torch
-
-    random.seed(seed)
-    torch.manual_seed(seed)

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.rank.process import LATE, RankProcess, listen_to_traces, rehearse
+from pytest_nsa.rank.context import LATE
 from pytest_nsa.rank.replay import make_ranks_config, prepare
 from pytest_nsa.spawn.worker_group import Member, WorkerGroup
 from pytest_nsa.system import unix_sockets
@@ -38,9 +38,9 @@ from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 # What a rank imports in every test: imported here once.
 PRELOAD = (
     "torch", "torch.distributed", "nsa.trace.stall.handlers", "nsa.trace.session", "nsa.trace.stall.threads",
-    "nsa.trace.training", "pytest_nsa.rank.store",
+    "nsa.trace.training", "pytest_nsa.rank.process",
 )  # fmt: skip
-# Fixtures that need the modules of rank.process.LATE; without them, they are imported after the first rank that needed them.
+# Fixtures that need the modules of LATE; without them, they are imported after the first rank that needed them.
 LATE_FIXTURES = {"ddp", "fsdp"}
 PENDING_S = 0.5
 
@@ -139,10 +139,7 @@ class Zygote:
         for module in (*PRELOAD, *(LATE if needs_late else ())):
             importlib.import_module(module)
         self._importing_s = monotonic() - began
-        import torch
-
-        from nsa.trace.session import installed
-
+        torch, self._rank = sys.modules["torch"], sys.modules["pytest_nsa.rank.process"]
         if torch.cuda.is_initialized():
             return (
                 "collecting the tests initialises CUDA, and a process forked after that cannot use it: "
@@ -154,9 +151,9 @@ class Zygote:
                 "with whatever locks they hold: start them in tests or fixtures, or use --ranks-launch=cold"
             )
         torch.set_num_threads(1)
-        installed()
-        listen_to_traces()
-        rehearse()
+        self._rank.installed()
+        self._rank.listen_to_traces()
+        self._rank.rehearse()
         return ""
 
     def _accept(self, listener: socket.socket) -> None:
@@ -271,16 +268,17 @@ class Zygote:
         try:
             # Made before the fork: an object that a rank makes after it costs the copy of a page.
             ports = numbers_of(group.held)
-            ranks = {rank: RankProcess(rank, spec, group.store, self.items, ports=ports) for rank in spec.local_ranks}
+            ranks = {
+                rank: self._rank.RankProcess(rank, spec, group.store, self.items, ports=ports)
+                for rank in spec.local_ranks
+            }
             group.fork(lambda rank, control: self._become_rank(parent, ranks[rank], group, control, job), job)
         except OSError:
             group.kill()
             raise
         return group
 
-    def _become_rank(
-        self, parent: int, rank: RankProcess, group: WorkerGroup, control: Channel, job: Job | None
-    ) -> None:
+    def _become_rank(self, parent: int, rank: Any, group: WorkerGroup, control: Channel, job: Job | None) -> None:
         """Run the rank and exit: whatever happens, the child must not continue as a zygote."""
         code = 70
         try:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # Bound at import: a test may replace the functions of os and time.
 from os import listdir
@@ -94,57 +94,38 @@ def _read(pid: int) -> Process | None:
     return Process(pid, int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, status_of(fields))
 
 
-@dataclass
-class Started:
-    """The processes that tests have started, and theirs.
+def started_since(since: int, before: Collection[int], mark: str) -> list[Process]:
+    """Return the processes that descend from this one and began after ``since`` (ticks since boot), in the order of their pids.
 
-    ``mark``: the variable, as NAME=VALUE, that they inherit. ``given``: by pid, the owners of children that
-    were seen to start since the last look.
+    Those in ``before`` that began in the same tick do not count. ``mark``: a variable, as NAME=VALUE, that they inherit; it shows
+    those that have lost their parent.
     """
-
-    mark: str
-    given: dict[int, str] = field(default_factory=dict)
-    owners: dict[Key, str] = field(default_factory=dict)
-
-    def look(self, owner: str, since: int, before: Collection[int] = ()) -> list[Process]:
-        """Return the existing ones, in the order of their pids. A new one belongs to its parent's owner; or, if its parent
-        has none or is a helper, such as the fork server, to the owner that is given for it, or to ``owner``.
-
-        Children of this process that began before ``since`` and were never seen are not from tests; nor are those in ``before``
-        that began in the same tick.
-        """
-        given, self.given = self.given, {}
-        table = _processes()
-        given |= self.given
-        mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
-        new = [p for p in table.values() if p.pid not in mine and p.began + (p.pid not in before) > since]
-        mine |= {p.pid: given.get(p.pid, owner) for p in new if p.parent == os.getpid()}
-        mine |= {p.pid: owner for p in new if p.parent in mine and table[p.parent].is_helper}
-        _add_children(mine, table)
-        lost = {p.pid: owner for p in new if p.pid not in mine and self._is_lost(p)}
-        if lost:
-            mine |= lost
-            _add_children(mine, table)
-        mine.pop(os.getpid(), None)
-        self.owners = {table[pid].key: of for pid, of in mine.items()}
-        return [table[pid] for pid in sorted(mine)]
-
-    def _is_lost(self, process: Process) -> bool:
-        """Return whether a process is known only by the variable that it inherited, because its parent has ended."""
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{process.pid}").stat().st_uid != os.getuid():
-                return False  # another user may have set the variable
-            return self.mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        return False
+    table = _processes()
+    new = [p for p in table.values() if p.began + (p.pid not in before) > since and p.pid != os.getpid()]
+    found = {p.pid for p in new if _descends(p, table)}
+    found |= {p.pid for p in new if p.pid not in found and _inherits(p, mark)}
+    found |= {p.pid for p in new if any(pid in found for pid in _line(p, table))}
+    return [table[pid] for pid in sorted(found)]
 
 
-def _add_children(owners: dict[int, str], table: dict[int, Process]) -> None:
-    """Add the children of processes, and theirs, to their parents' owners."""
-    grew = True
-    while grew:
-        more = {p.pid: owners[p.parent] for p in table.values() if p.parent in owners and p.pid not in owners}
-        grew = bool(more)
-        owners |= more
+def _line(process: Process, table: dict[int, Process]) -> Iterator[int]:
+    """Yield the pids of a process's parent, of its parent, and so on."""
+    pid = process.parent
+    while pid in table:
+        yield pid
+        pid = table[pid].parent
+
+
+def _descends(process: Process, table: dict[int, Process]) -> bool:
+    return os.getpid() in _line(process, table)
+
+
+def _inherits(process: Process, mark: str) -> bool:
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{process.pid}").stat().st_uid != os.getuid():
+            return False  # another user may have set the variable
+        return mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def end(processes: Iterable[Process]) -> None:
@@ -179,12 +160,6 @@ def _end(processes: Iterable[Process]) -> None:
             with contextlib.suppress(OSError):  # it has ended, or is no longer ours to end
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         _wait(handles, GONE_S)
-
-
-def wait_for_ends(processes: Iterable[Process], limit: float) -> None:
-    """Wait until processes have ended, for ``limit`` seconds at most."""
-    with _handles(processes) as handles:
-        _wait(handles, limit)
 
 
 @contextlib.contextmanager

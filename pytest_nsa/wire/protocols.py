@@ -18,7 +18,7 @@ class UnfitError(LaunchError):
 
 
 class Monitor(Protocol):
-    """Something that is polled while the ranks run (`pytest_nsa.monitor`). ``stop_reason`` ends the run."""
+    """Something that is polled while the ranks run (`pytest_nsa.observe`). ``stop_reason`` ends the run."""
 
     stop_reason: str
 

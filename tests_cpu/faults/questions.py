@@ -1,6 +1,6 @@
 """The moment at which the host asks what is wrong with a healthy program: kept while it runs, replayed without running it.
 
-The host asks again and again while a rank waits or is slow (`Suspicions`). Of each test the moment is kept in which the
+The host asks again and again while a rank waits or is slow (`Observer`). Of each test the moment is kept in which the
 longest wait was the longest: inside the program's longest pause. `asked.json` has what the host knew besides the evidence, and what
 it had announced.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
-from pytest_nsa.monitor.announce_delay import Past
-from pytest_nsa.monitor.announcements import Suspicions
-from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.observe.observer import Observer
+from pytest_nsa.observe.progress import Past, ProgressWatch
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.faults.recorded import FILES
 
@@ -24,16 +24,15 @@ CONFTEST = "from tests_cpu.faults.questions import keep_questions\n\nkeep_questi
 
 def keep_questions() -> None:
     """Keep the latest of the longest waits at which this process asks."""
-    ask = Suspicions.__call__
+    ask = Observer._ask
 
-    def asked(self: Suspicions, watch: ProgressWatch) -> object:
-        found = ask(self, watch)  # first, as it keeps the sources that it reads
+    def asked(self: Observer, alive: Mapping[int, int]) -> None:
+        ask(self, alive)  # first, as it keeps the sources that it reads
         facts = self.folder / FOLDER / "asked.json"
-        if not facts.exists() or json.loads(facts.read_text())["longest_wait"] <= watch.longest_wait:
-            _copy(self.folder, watch)
-        return found
+        if not facts.exists() or json.loads(facts.read_text())["longest_wait"] <= self.watch.longest_wait:
+            _copy(self.folder, self.watch)
 
-    Suspicions.__call__ = asked  # type: ignore[assignment,method-assign]
+    Observer._ask = asked  # type: ignore[method-assign]
 
 
 def _copy(folder: Path, watch: ProgressWatch) -> None:

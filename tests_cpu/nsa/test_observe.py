@@ -24,7 +24,7 @@ from nsa.trace.stall.heartbeat import Heartbeat
 from pytest_nsa import world_size
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.fixtures import Group
-from pytest_nsa.monitor.second_look import COUNTERS_REQUEST, DUMP_REQUEST
+from pytest_nsa.observe.second_look import COUNTERS_REQUEST, DUMP_REQUEST
 from tests_cpu.warm import WarmPython
 
 

@@ -1,4 +1,4 @@
-"""ranks_descendants: tests on no ranks that start ranks by themselves, at their time limit, at Ctrl-C, at the session's end."""
+"""ranks_descendants: tests on no ranks that start processes by themselves, at their limit, at Ctrl-C, at the session's end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.testing import run_example
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -111,15 +112,6 @@ def test_passes():
     while not os.path.exists("rank1"):
         time.sleep(0.02)
 """
-LEAVES = """
-from common import *
-
-def test_leaves():
-    subprocess.run([sys.executable, "-c", "import os, time\\nif os.fork(): os._exit(0)\\n"
-        "open('pids/' + str(os.getpid()), 'w').close()\\nwhile True: time.sleep(1)"])
-    while not os.listdir("pids"):
-        time.sleep(0.02)
-"""
 # Two ranks that serve a session: rank 0 waits for a request, rank 1 in a broadcast of it.
 SERVER = """
 from common import *
@@ -158,6 +150,189 @@ dist.destroy_process_group()
 """
 
 
+HEAD = """
+from common import *
+import multiprocessing, pytest, threading
+from concurrent.futures import ProcessPoolExecutor
+
+fork = multiprocessing.get_context("fork")
+lock, one = fork.Lock(), fork.Barrier(2)
+
+def hold(number):
+    here(f"task{number}")
+    lock.acquire()  # the first task never releases it
+    return number
+
+def at_lock():
+    at_limit("task1", "task2")
+"""
+# Of the two workers one holds the queue's lock while it waits for a task: a pool that lost that one would wait for it for ever.
+POOL = """
+def test_it():
+    with fork.Pool(2) as pool:
+        found = pool.map_async(hold, [1, 2], chunksize=1)
+        at_lock()
+        found.get()
+"""
+EXECUTOR = """
+def test_it():
+    with ProcessPoolExecutor(2, mp_context=fork) as executor:
+        found = [executor.submit(hold, number) for number in (1, 2)]
+        at_lock()
+        for future in found:
+            future.result()
+"""
+# What the cleanup waits for comes from no process.
+CLEANUP = """
+def test_it():
+    child = fork.Process(target=hold, args=(1,))
+    lock.acquire()
+    child.start()
+    try:
+        at_limit("task1")
+        child.join()
+    finally:
+        threading.Event().wait()
+"""
+AFTER = """
+def test_after():
+    subprocess.run(["true"], check=True)  # its end calls the handler of SIGCHLD
+"""
+
+
+LOADER = """
+from common import *
+import torch
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            here("sample")
+            os.read(os.pipe()[0], 1)
+        return index
+
+def test_it():
+    batches = iter(torch.utils.data.DataLoader(Samples(), num_workers=2))
+    at_limit("sample")
+    list(batches)
+
+def test_after():
+    subprocess.run(["true"], check=True)  # its end calls the loader's handler of SIGCHLD, which raises for a killed worker
+"""
+SPAWNED = """
+from common import *
+import threading, torch.multiprocessing as mp
+
+def outer(first, second, name):
+    with first:
+        here(name)
+        while not all(map(os.path.exists, ("one", "two"))):
+            time.sleep(0.02)
+        inner(second)
+
+def inner(lock):
+    with lock:
+        pass
+
+def work(index):
+    one, two = threading.Lock(), threading.Lock()
+    threading.Thread(target=outer, args=(one, two, "one")).start()
+    outer(two, one, "two")
+
+def test_it():
+    context = mp.spawn(work, nprocs=1, join=False)
+    at_limit("one", "two")
+    context.join()
+"""
+# The server is a child of the first test, and serves the second, too.
+FORK_SERVER = """
+from common import *
+import multiprocessing
+
+def wait(name):
+    here(name)
+    os.read(os.pipe()[0], 1)
+
+def run(name):
+    child = multiprocessing.get_context("forkserver").Process(target=wait, args=(name,))
+    child.start()
+    at_limit(name)
+    child.join()
+
+def test_first():
+    run("first")
+
+def test_second():
+    run("second")
+"""
+UPLOADS = """
+import multiprocessing, time
+from pathlib import Path
+
+def upload():
+    for _ in range(14):
+        Path("upload").write_bytes(bytes(1_000_000))
+        time.sleep(1)
+    Path("done").touch()
+
+def test_it():
+    multiprocessing.get_context("fork").Process(target=upload).start()
+"""
+MANAGER = """
+import multiprocessing
+
+def test_keeps_a_manager():
+    global manager
+    manager = multiprocessing.Manager()
+"""
+# Its handler of atexit ends the child, and would wait for ever for one that was killed while it waits for the event.
+AT_EXIT = """
+import atexit
+import multiprocessing
+
+def wait(event):
+    event.wait()
+
+def test_leaves_a_child():
+    event = multiprocessing.Event()
+    child = multiprocessing.Process(target=wait, args=(event,))
+    child.start()
+    atexit.register(child.join)
+    atexit.register(event.set)
+"""
+HANDLES = """
+import signal
+import subprocess
+
+def test_counts_its_children():
+    ended = []
+    signal.signal(signal.SIGCHLD, lambda number, frame: ended.append(number))
+    assert subprocess.run(["true"]).returncode == 0
+    assert len(ended) == 1
+
+def test_ignores_its_children():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    subprocess.run(["true"])
+"""
+HANDLER_RAISES = """
+import signal
+import subprocess
+import time
+
+def test_waits_for_a_child():
+    def has_ended(number, frame):
+        raise RuntimeError("a worker exited unexpectedly")
+
+    signal.signal(signal.SIGCHLD, has_ended)
+    child = subprocess.Popen(["sleep", "1000"])
+    while True:
+        time.sleep(0.1)
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "pids").mkdir()
@@ -171,10 +346,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(*arguments: str, mode: str = "report") -> list[str]:
+def command(*arguments: str) -> list[str]:
     plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
     return [
-        sys.executable, "-m", "pytest", "-q", *plugins, "--timeout=600", f"--ranks-descendants={mode}",
+        sys.executable, "-m", "pytest", "-q", *plugins, "--timeout=600", "--ranks-descendants=report",
         "--ranks-artifacts=artifacts", "--junitxml=junit.xml", *arguments,
     ]  # fmt: skip
 
@@ -184,12 +359,17 @@ def environment() -> dict[str, str]:
     return {**mine, "PORT": str(free_port()), "PYTHONPATH": os.getcwd()}
 
 
-def run(
-    warm: WarmPython, folder: Path, source: str, *arguments: str, mode: str = "report", nursery: bool = True
-) -> subprocess.CompletedProcess[str]:
+def run(warm: WarmPython, folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
-    line = command(*arguments, mode=mode)[1:]
-    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170, nursery=nursery)
+    line = command(*arguments)[1:]
+    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170, nursery=True)
+
+
+def run_cold(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in an interpreter that ends by the handlers of atexit, and has its own environment in /proc."""
+    (folder / "test_it.py").write_text(source)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command(*arguments), cwd=folder, env=environment(), check=False, timeout=170, **output)
 
 
 def verdict(folder: Path) -> dict[str, object]:
@@ -213,24 +393,32 @@ def _is_zombie(pid: str) -> bool:
     return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def run_here(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
+    pytester.makepyfile(source)
+    return pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", *options, timeout=120)
+
+
+def slow(*values: object, id: str) -> object:
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("source", "passed"),
+    ("source", "place", "certain"),
     [
-        pytest.param(SPAWN, 1, id="mp.spawn"),
-        pytest.param(FORK, 0, id="fork", marks=pytest.mark.slow),
-        pytest.param(SCRIPT, 0, id="an environment of the test's", marks=pytest.mark.slow),
+        pytest.param(SPAWN, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", True, id="mp.spawn"),
+        slow(FORK, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", True, id="fork"),
+        slow(SCRIPT, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", True, id="an environment of the test's"),
     ],
 )
 def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
-    warm: WarmPython, folder: Path, source: str, passed: int
+    warm: WarmPython, folder: Path, source: str, place: str, certain: bool
 ) -> None:
     done = run(warm, folder, source)
     found = verdict(folder)
-    assert (found["cause"], found["ranks"]) == ("skipped_collective", [1]), done.stdout
-    assert f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker" in str(found["where"])
-    summary = next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
-    assert " - HANG: rank 1 of 2" in summary
-    assert f"{passed} passed" in done.stdout or not passed
+    assert (found["cause"], found["ranks"], found["certain"]) == ("skipped_collective", [1], certain), done.stdout
+    assert place in str(found["where"])
+    assert " - HANG: rank 1 of 2" in next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    assert "1 failed" in done.stdout
     assert alive(folder) == []
     failure = ET.parse(folder / "junit.xml").find(".//failure")
     assert failure is not None
@@ -240,38 +428,71 @@ def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
 
 
 def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, RAISES)
+    (folder / "raises.py").write_text(RAISES_SCRIPT.replace("beyond tolerance", "beyond tolerance token=urltoken55"))
+    done = run(warm, folder, RAISES, "-o", "ranks_mask_output=true")
     failure = ET.parse(folder / "junit.xml").find(".//failure")
     assert failure is not None
     assert failure.get("message", "").startswith("FAIL: rank 1 of 2, rank_exception"), done.stdout
-    assert "beyond tolerance" in (failure.text or "")
-    assert f"raises.py:{line_of(RAISES_SCRIPT, 'HERE')}" in (failure.text or "")
-    assert "assert done.returncode == 0" in (failure.text or "")
-    assert "--- rank 1 ---\nTraceback (most recent call last):" in (failure.text or "")
-
-
-def test_the_evidence_of_such_ranks_is_masked_and_explains_the_failure(warm: WarmPython, folder: Path) -> None:
-    (folder / "raises.py").write_text(RAISES_SCRIPT.replace("beyond tolerance", "beyond tolerance token=urltoken55"))
-    done = run(warm, folder, RAISES, "-o", "ranks_mask_output=true")
+    for text in ("beyond tolerance", f"raises.py:{line_of(RAISES_SCRIPT, 'HERE')}", "assert done.returncode == 0"):
+        assert text in (failure.text or "")
     latest = folder / "artifacts" / "latest"
-    files = [path for path in latest.rglob("*") if path.is_file()]
-    assert [path for path in files if b"urltoken55" in path.read_bytes()] == []
-    assert "beyond tolerance token=***" in (latest / "SUMMARY.md").read_text(), done.stdout
+    assert [path for path in latest.rglob("*") if path.is_file() and b"urltoken55" in path.read_bytes()] == []
     assert (latest / "SUMMARY.md").read_text().splitlines()[0].endswith("1 of 1 test fails.")
 
 
-@pytest.mark.parametrize(("ini", "code"), [pytest.param("false", 0, marks=pytest.mark.slow), ("true", 1)])
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        pytest.param(HEAD + POOL, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a pool"),
+        slow(HEAD + EXECUTOR, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="an executor"),
+        slow(HEAD + CLEANUP, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a cleanup that waits"),
+        pytest.param(LOADER, f"test_it.py:{line_of(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
+        pytest.param(SPAWNED, f"test_it.py:{line_of(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"),
+    ],
+)
+def test_processes_that_are_no_ranks_show_their_lines_and_block_no_session(
+    warm: WarmPython, folder: Path, source: str, place: str
+) -> None:
+    done = run(warm, folder, source + AFTER)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "from pytest-timeout" in next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    assert "in test_it" in next(line for line in done.stdout.splitlines() if line.startswith("  waits "))
+    assert any(f": at {place}" in line for line in done.stdout.splitlines() if line.startswith("  process ")), (
+        done.stdout
+    )
+    assert "DataLoader worker" not in done.stdout
+
+
+def test_what_the_fork_server_makes_belongs_to_the_test_that_runs(folder: Path) -> None:
+    done = run_cold(folder, FORK_SERVER)
+    shown = [line for line in done.stdout.splitlines() if line.startswith("  process ")]
+    assert len(shown) >= 2, done.stdout
+    assert all(line.endswith("a child by multiprocessing's fork server") for line in shown), shown
+    assert alive(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("ini", "code"), [pytest.param("false", 0, marks=pytest.mark.slow), ("true", pytest.ExitCode.TESTS_FAILED)]
+)
 def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: Path, ini: str, code: int) -> None:
-    (folder / "test_it.py").write_text(EXIT)
-    line = command("-o", f"ranks_left_fails={ini}")  # not `run`: its interpreter has no handlers of atexit
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(line, cwd=folder, env=environment(), check=False, timeout=170, **output)
+    done = run_cold(folder, EXIT, "-o", f"ranks_left_fails={ini}")
     assert done.returncode == code, done.stdout
     assert "1 passed" in done.stdout
     assert "keep this session from ending, left by test_it.py::test_passes; ended" in done.stdout
     assert verdict(folder)["ranks"] == [1]
     assert "rank 1" in (folder / "artifacts" / "latest" / "SUMMARY.md").read_text()
     assert alive(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "fails"),
+    [(MANAGER, "true"), (AT_EXIT, "false"), slow(UPLOADS, "false", id="moves data")],
+)
+def test_what_ends_at_exit_or_is_at_work_keeps_no_session_from_ending(folder: Path, source: str, fails: str) -> None:
+    done = run_cold(folder, source, "-o", f"ranks_left_fails={fails}")
+    assert done.returncode == 0, done.stdout
+    assert "keep this session from ending" not in done.stdout
+    assert source is not UPLOADS or (folder / "done").exists()
 
 
 def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, folder: Path) -> None:
@@ -281,7 +502,6 @@ def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, 
     assert process.stdout is not None
     announced = next(line for line in process.stdout if line.startswith("nsa: test_it.py::test_spawns: "))
     assert announced.startswith("nsa: test_it.py::test_spawns: skipped_collective on rank 1 at workers.py:"), announced
-    assert "the test's own time limit ends it" in announced
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
@@ -293,29 +513,25 @@ def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, 
     assert alive(folder) == []
 
 
-def test_what_a_passed_test_leaves_is_named_and_ended_on_request(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, LEAVES, "-Werror", nursery=False)  # its environment, in /proc, tells whose it is
-    place = f"test_it.py:{line_of(LEAVES, 'def test_leaves')}: PytestWarning: nsa: processes that the test left, still running"
-    assert place in done.stdout
-    assert done.returncode == 0, "report changes no outcome"
-    (left,) = alive(folder)
-    os.kill(left, signal.SIGKILL)
-    for path in (folder / "pids").iterdir():
-        path.unlink()
-    done = run(warm, folder, LEAVES, mode="end", nursery=False)
-    assert "processes that the test left, ended" in done.stdout
-    assert done.returncode == 0
-    assert alive(folder) == []
-
-
 @pytest.mark.slow
 def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, SERVER, mode="end")
+    done = run(warm, folder, SERVER)
     assert "1 failed, 2 passed" in done.stdout, done.stdout
-    assert "job of 2 ranks of session fixture server: has made no call since before the test" in done.stdout
+    assert "2 ranks that an earlier test or a fixture has started: no call since the test began" in done.stdout
     assert "no process of the test has joined a process group" in done.stdout
     assert "nsa: test_it.py::" not in done.stdout, "and no suspicion is announced of it"
-    assert alive(folder) == []
+
+
+def test_a_handler_of_the_program_does_not_take_the_place_of_the_time_limit(pytester: pytest.Pytester) -> None:
+    shown = run_here(pytester, HANDLER_RAISES, "--timeout=3").stdout.str()
+    assert "Failed: Timeout" in shown
+    assert "sleep 1000" in shown  # the processes of the test are named
+    assert "exited unexpectedly" not in shown.partition("short test summary")[2]
+
+
+def test_a_handler_of_the_program_is_called_for_its_own_children_alone(pytester: pytest.Pytester) -> None:
+    run_here(pytester, HANDLES).assert_outcomes(passed=2)
+    run_here(pytester, HANDLES.replace("test_counts", "count"), "--timeout=60").assert_outcomes(passed=1)
 
 
 def test_off_is_the_default_and_changes_nothing(warm: WarmPython, folder: Path) -> None:
@@ -330,4 +546,66 @@ def test_off_is_the_default_and_changes_nothing(warm: WarmPython, folder: Path) 
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, "the option wins"
     refused = warm.call(*line, "-o", "ranks_descendants=kill", cwd=folder, env=environment())
     assert refused.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "ini ranks_descendants = 'kill': must be off, report or end" in refused.stderr
+    assert "ini ranks_descendants = 'kill': must be off or report" in refused.stderr
+
+
+def test_an_unmarked_test_s_child_that_failed_is_named(pytester: pytest.Pytester) -> None:
+    source = """
+    import multiprocessing
+
+    def fail(answers):
+        raise ValueError("no such file")
+
+    @pytest.mark.timeout(2)
+    def test_an_answer():
+        context = multiprocessing.get_context("fork")
+        answers = context.Queue()
+        context.Process(target=fail, args=(answers,)).start()
+        answers.get()
+    """
+    result = run_example(pytester, source, "--ranks-descendants=report")
+    assert result.outcomes["failed"] == 1  # from Python 3.12 on with a warning of its fork
+    assert "has failed (exit code 1), and was not waited for" in result.stdout
+    assert "waits    the test, at test_example.py:" in result.stdout
+
+
+UNNOTICED = """
+import multiprocessing, subprocess
+context = multiprocessing.get_context("fork")
+
+def worker(rank, store, raises):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.barrier()
+    assert not (raises and rank == 1), "the real failure"
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_joins(tmp_path, raises):
+    children = [context.Process(target=worker, args=(r, str(tmp_path / "s"), raises)) for r in range(2)]
+    [c.start() for c in children]
+    [c.join() for c in children]
+
+PROGRAM = '''
+import sys, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+dist.barrier()
+if sys.argv[2] == "0":
+    {}["no key"]
+'''
+
+def test_runs_a_program(tmp_path):
+    started = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path / "s"), str(r)]) for r in range(2)]
+    [p.wait() for p in started]
+"""
+
+
+@pytest.mark.parametrize("fails", ["true", "false"])
+def test_a_rank_that_raised_in_a_test_that_passed_is_reported(pytester: pytest.Pytester, fails: str) -> None:
+    pytester.makeini(f"[pytest]\nranks_descendants = report\nranks_descendants_fail = {fails}\n")
+    result = run_example(pytester, UNNOTICED)
+    assert "rank 1 of 2 raised AssertionError: the real failure at" in result.stdout
+    assert "rank 0 of 2 raised KeyError: 'no key' at" in result.stdout
+    if fails == "true":
+        assert result.outcomes == {"failed": 2, "passed": 1}
+    else:
+        assert result.outcomes == {"passed": 3, "warnings": 2}

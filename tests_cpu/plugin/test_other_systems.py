@@ -48,7 +48,7 @@ def test_fails(): raise AssertionError("as it shall")
 """
 
 
-@pytest.mark.parametrize("options", [("--ranks-descendants=end",), ("-p", "xdist", "-n1")], ids=" ".join)
+@pytest.mark.parametrize("options", [("--ranks-descendants=report",), ("-p", "xdist", "-n1")], ids=" ".join)
 def test_only_tests_on_ranks_are_skipped(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -158,6 +158,24 @@ def test_next(pg): dist.barrier()
     assert (run / "report.html").is_file()
 
 
+def test_a_rank_that_hangs_when_the_other_is_done_is_ended(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+import ctypes
+
+def test_native():
+    mutex, lock = (ctypes.c_char * 64)(), ctypes.CDLL(None).pthread_mutex_lock
+    for _ in range(1 + RANK):
+        lock(mutex)  # no signal interrupts the second call
+""",
+    )
+    done = torchrun("--timeout=3")
+    assert done.returncode == 1
+    assert "[rank 1] HANG test_example.py::test_native: ended at its time limit of 3 s" in done.stdout
+    assert results(pytester.path) == {"pytest": {"test_native": "passed"}, "pytest rank 1": {"test_native": "failure"}}
+
+
 @pytest.mark.slow
 def test_a_process_that_dies_leaves_what_it_had_reported(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(

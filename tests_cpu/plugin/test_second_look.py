@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.monitor import second_look
-from pytest_nsa.monitor.native import dump_where_useful
+from pytest_nsa.observe import second_look
+from pytest_nsa.observe.native import dump_where_useful
 from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 

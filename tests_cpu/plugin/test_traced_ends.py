@@ -1,4 +1,4 @@
-"""How processes under NSA_TRACE_DIR end is known, however they end; evidence that cannot be written costs no training."""
+"""NSA_TRACE_DIR: which processes leave evidence, how their ends are known, and what costs no training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 ALONE = """
 import os, subprocess, sys
@@ -35,6 +36,34 @@ def train(rank, raises):
 
 if __name__ == "__main__":
     mp.start_processes(train, (len(sys.argv) > 2,), nprocs=2, start_method=sys.argv[1])
+"""
+
+WORKER = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+os._exit(0)
+"""
+TEST_SPAWNS = """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def worker(rank, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+
+def test_spawns():
+    mp.spawn(worker, args=(int(os.environ["PORT"]),), nprocs=2)
+"""
+TEST_STARTS = """
+import os, subprocess, sys
+
+def test_starts_a_script():
+    numbers = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    command = [sys.executable, "worker.py"]
+    ranks = [subprocess.Popen(command, env={**os.environ, **n}, stdin=subprocess.DEVNULL) for n in numbers]
+    assert [rank.wait() for rank in ranks] == [0, 0]
 """
 
 
@@ -128,3 +157,18 @@ def test_a_folder_that_cannot_be_made_costs_the_evidence_alone(tmp_path: Path) -
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "nsa: rank 0 leaves no evidence: " in errors
+
+
+@pytest.mark.parametrize(
+    "source", [TEST_SPAWNS, pytest.param(TEST_STARTS, marks=pytest.mark.slow)], ids=["mp.spawn", "subprocess"]
+)
+def test_ranks_that_a_test_starts_leave_evidence(warm: WarmPython, tmp_path: Path, source: str) -> None:
+    (tmp_path / "test_it.py").write_text(source)
+    (tmp_path / "worker.py").write_text(WORKER)
+    port = str(free_port())
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "NSA_", "RANK", "WORLD_SIZE"))}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PORT": port, "NSA_TRACE_DIR": str(tmp_path / "run")}
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = warm.call(*command, cwd=tmp_path, env={**mine, **place}, nursery=True)
+    assert done.returncode == 0, done.stdout
+    assert [rank.board is not None and rank.passed for rank in load(tmp_path / "run").ranks] == [True, True]

@@ -180,4 +180,4 @@ def test_a_watch_that_begins_before_the_training_writes_into_its_folder(tmp_path
     watcher = Watcher(tmp_path / "run")
     watcher.look()
     (tmp_path / "run").mkdir()
-    assert watcher.log == tmp_path / "run" / "host.jsonl"
+    assert watcher.observer.log == tmp_path / "run" / "host.jsonl"

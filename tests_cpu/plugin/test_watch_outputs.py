@@ -14,6 +14,7 @@ import pytest
 from nsa.trace.board import Board
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.watch import Watcher
+from pytest_nsa.observe import observer
 
 SLEEPS = """
 import sys, time
@@ -47,7 +48,7 @@ def twelve(tmp_path: Path) -> Iterator[Path]:
 def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = Watcher(twelve)
     watcher.look()
-    monkeypatch.setattr(watcher.watch, "stalled_for", lambda rank: 2.0 + rank)
+    monkeypatch.setattr(watcher.observer.watch, "stalled_for", lambda rank: 2.0 + rank)
     first, second = watcher.lines()
     assert first == "    1  rank 3: step 0  body  at train.py:7 in load_undone  still for 5 s"
     assert second.startswith("   11  ranks 0-2, 4-11: step 0  body  in barrier #1 at train.py:9 in main")
@@ -105,11 +106,11 @@ def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_died(
     board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
     board.phase("body")
 
-    def ends(self: Watcher, rank: int, snapshot: object) -> bool:
+    def ends(folder: Path, boards: object) -> dict[int, int]:
         board.phase("done")
-        return False
+        return {}
 
-    monkeypatch.setattr(Watcher, "_is_alive", ends)
+    monkeypatch.setattr(observer, "living_ranks", ends)
     watcher = Watcher(tmp_path)
     watcher.look()
     assert watcher.to_json()["ranks"][0]["gone"] is False

@@ -1,6 +1,6 @@
 """The counters of the loops that the main thread is in: written when the monitor requests them, and with an exception.
 
-The monitor requests them where no rank can go on, and when it ends a test. Not before: reading a function's locals keeps them
+It requests them before it announces a suspicion, and when it ends a test. Not before: reading a function's locals keeps them
 alive (before Python 3.13, as long as the function runs).
 """
 

@@ -1,191 +1,258 @@
-"""The clock of a pytest process that is a rank itself: a program that ends a test past its time limit, and reports in its place.
+"""The clock of a launch: a process that ends tests past their time limit, and reports for pytest processes that cannot.
 
-The main thread of such a process may wait in native code, where no Python signal handler runs. Its session log has the test that
-runs, its limit and all reports. Before the limit the clock records what the ranks wait in. After the limit it writes the verdict,
-the JUnit file and the failures so far, and ends the process. If the process has ended without a report, the clock reports.
-
-Run as `python clock.py FOLDER`, with the folder of the rank. It imports the plugin once it has something to report.
+The main thread of a pytest process that is a rank itself may wait in native code, where no Python signal handler runs. Each process
+forks a clock before its first test. One clock of a machine acts for all, and another takes its place when its own session is over.
+Before a limit it records what the ranks wait in. After the limit it writes the verdict, by the rules that the repository has
+added, the JUnit file and the failures so far, and ends the processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
-import select
+import shutil
 import signal
-import sys
 import time
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import pytest
+from _pytest.junitxml import LogXML, xml_key
+
+from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.observe.conclude import conclude
+from pytest_nsa.observe.observer import Observer
+from pytest_nsa.rank.outer_rank import END_REQUEST
+from pytest_nsa.report import junit, runs
+from pytest_nsa.report import run as session_report
+from pytest_nsa.report.plain import visible
+from pytest_nsa.report.terminal import lines, short_path
+from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.masking import mask_files
+from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, sweep
+from pytest_nsa.session.recorder import Recorder
+from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.system.clock import monotonic, wall_clock
+from pytest_nsa.system.prctl import fork
+from pytest_nsa.wire.files import read_lines, touch, write_atomically, write_json
+from pytest_nsa.wire.messages import Job
 
 POLL_S = 0.1
 WATCH_S, LOOK_S = 2.5, 0.9  # before a limit: begin to follow the boards; record what the ranks do
 GRACE_S = 0.6  # after a limit, for pytest-timeout's own signal to end the test
-VERDICT_S = 15.0  # for another rank's clock to write the verdict
-OTHERS_S = 4.0  # for the other ranks' clocks to report, before a launcher ends them
-ENDING_S = 1.5  # for the process to end itself
-ENDED = "ended.json"
-REPORTED = "reported"
-
-
-@dataclass
-class Session:
-    """What the log of a rank's session has so far."""
-
-    log: Path
-    nodeid: str = ""  # of the test that runs
-    began: float = 0.0
-    limit: float = 0.0  # seconds since `began`; 0: none
-    is_finished: bool = False
-    run: str = ""  # the folder of the run's evidence, where there is one already
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    _at: int = 0
-
-    def read(self) -> None:
-        """Read what has been added."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(self._at)
-                data = file.read()
-        except OSError:
-            return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._at += len(whole)
-        for line in whole.splitlines():
-            self._take(json.loads(line))
-
-    def _take(self, line: dict[str, Any]) -> None:
-        match line["event"]:
-            case "begin":
-                self.nodeid, self.began, self.limit = line["nodeid"], line["time"], 0.0
-            case "limit" if self.nodeid:
-                self.began, self.limit = line["time"], line["seconds"]
-            case "end":
-                self.nodeid, self.limit = "", 0.0
-            case "report":
-                self.reports.append(line)
-            case "run":
-                self.run = line["path"]
-            case "finish":
-                self.is_finished = True
-
-    def left(self) -> float:
-        """Seconds until the limit of the test that runs; infinite without one."""
-        return self.began + self.limit - wall_clock() if self.nodeid and self.limit else float("inf")
+ENDING_S = 1.5  # for processes to end themselves
+CLOSE_S = 20.0  # for a clock that writes a verdict
+REPORTED = "reported"  # a session that has ended without its report
+KEPT = "evidence"  # a copy of the launch's evidence, in the form of a test's folder
+_FILES = ("board.bin", "stall.json", "counters.json")
+_TEST_EVENTS = ("exception", "skipped", "xfailed")
 
 
 class Clock:
-    """Follows the session of the process that started this one."""
+    """``junit_path``: the file that all processes of the launch share. ``screen``: the terminal's descriptor."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.launch = folder, folder.parent
-        self.setup = json.loads((folder / "session.json").read_text(encoding="utf-8"))
-        self.rank, self.host = self.setup["rank"], self.setup["host"]
-        self.session = Session(folder / "session.jsonl")
+    def __init__(
+        self, log: SessionLog, runner: RankRunner, world_size: int, junit_path: Path | None, screen: int
+    ) -> None:
+        self.log, self.runner, self.config, self.settings = log, runner, runner.config, runner.settings
+        self.world_size, self.junit_path, self.screen = world_size, junit_path, screen
+        self.launch = log.run or Path()
+        self.sessions: dict[Path, LoggedSession] = {}
         self._looked = ""  # the test for which the boards have been recorded
-        self._job: Any = None
+        self._observer = Observer(self.launch)
+        self._pid = 0
 
-    def run(self) -> None:
-        """Follow the session until it is over, or was ended; the last process of the launch deletes its folder."""
-        lock = os.open(self.launch / ".in_use", os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        self._follow_session()
-        os.close(lock)
-        if not self.session.is_finished:  # else the process itself deletes it
-            from pytest_nsa.session.outer.launched import sweep
+    def start(self) -> None:
+        """Fork the clock. It has the repository's rules, and no connection or thread of the session."""
+        self._pid = fork()
+        if self._pid:
+            return
+        try:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+                signal.signal(number, signal.SIG_DFL)
+            self._wait_for_turn()
+        except BaseException:
+            os.write(self.screen, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
 
+    def close(self) -> None:
+        """Wait for the end of the clock: the session has reported everything itself.
+
+        On a full disk its log does not show that.
+        """
+        if not self._pid:
+            return
+        deadline = monotonic() + CLOSE_S
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+                if monotonic() >= deadline:
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
+                    return
+                time.sleep(0.01)
+
+    def _wait_for_turn(self) -> None:
+        """Act for all sessions of the launch once no other clock does, until this session is over."""
+        own = LoggedSession(self.log.folder)
+        fd = os.open(self.launch, os.O_RDONLY)
+        while True:
+            own.read()
+            if own.is_finished:
+                return
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(POLL_S)
+                continue
+            self._follow_sessions(own)
+            return
+
+    def _follow_sessions(self, own: LoggedSession) -> None:
+        while True:
+            for folder in self.launch.glob("rank*"):
+                self.sessions.setdefault(folder, own if folder == own.folder else LoggedSession(folder)).read()
+            open_ones = [s for s in self.sessions.values() if s.pid and not s.is_finished]
+            live = [s for s in open_ones if s.is_alive]
+            for session in open_ones:
+                if session not in live and not (session.folder / REPORTED).exists():
+                    self._report(session, "its process has ended")
+            if own.is_finished or not live:
+                break
+            late = min(live, key=LoggedSession.left)
+            if late.left() <= WATCH_S and late.nodeid != self._looked:
+                self._look(late, late.left())
+            if late.left() <= -GRACE_S:
+                self._end(late, live)
+                break
+            time.sleep(POLL_S)
+        if not own.is_finished:  # else the process itself deletes the folder
+            os.close(self.log._lock)
             sweep(self.launch)
 
-    def _follow_session(self) -> None:
-        while True:
-            self.session.read()
-            if self.session.is_finished:
-                return
-            if os.getppid() != self.host:
-                self._report("its process has ended")
-                return
-            if (self.launch / ENDED).exists():
-                self._report("ended with the others")
-                self._end_host()
-                return
-            left = self.session.left()
-            if left <= WATCH_S and self.session.nodeid != self._looked:
-                self._follow(left)
-            if left <= -GRACE_S:
-                self._conclude()
-                self._end_host()
-                return
-            select.select([sys.stdin], [], [], POLL_S)
-
-    def _follow(self, left: float) -> None:
-        """Read the boards, and shortly before the limit record what the ranks do; one clock per launch records."""
-        from pytest_nsa.monitor.observed_job import ObservedJob
-
-        self._job = self._job or ObservedJob(self.launch)
-        self._job.look()
+    def _look(self, session: LoggedSession, left: float) -> None:
+        """Read the boards, and shortly before the limit record what the ranks do."""
+        self._observer.read_boards()
         if left > LOOK_S:
             return
-        self._looked = self.session.nodeid
-        try:
-            (self.launch / "looking").mkdir()
-        except FileExistsError:
-            return  # another rank's clock records
-        try:
-            self._job.record_stop("deadline", self.session.began)
-            self._keep()
-        finally:
-            (self.launch / "looking").rmdir()
+        self._looked = session.nodeid
+        self._observer.record_end("deadline", session.began)
+        self._keep_evidence(session)
 
-    def _keep(self) -> None:
-        from pytest_nsa.session.outer import report as outer_report
+    def _keep_evidence(self, late: LoggedSession) -> None:
+        """Copy the ranks' evidence so far into a folder for the test in which a rank is past its time limit.
 
-        outer_report.keep_evidence(self.launch, self.setup, self.session.nodeid, self.session.limit)
+        Exceptions of tests that no rank runs any more are not copied. A rank that failed in this test may be in the next test
+        already, so the tests of all ranks count.
+        """
+        tests = {session.nodeid for session in self.sessions.values()}
+        kept = self.launch / KEPT
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir()
+        job = Job(
+            nodeid=late.nodeid, folder=str(kept), root=str(self.config.rootpath), world_size=self.world_size, backend="",
+            timeout=late.limit, created=late.began,
+        )  # fmt: skip
+        write_json(kept / "job.json", job.to_json(), indent=1)
+        for path in (*self.launch.glob("heartbeat_rank*.jsonl"), self._observer.log):
+            if path.is_file():
+                shutil.copy(path, kept)
+        for session in self.sessions.values():
+            own = kept / session.folder.name
+            own.mkdir()
+            for name in _FILES:
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copy(session.folder / name, own)
+            events = read_lines(session.folder / "events.jsonl")
+            of_tests = (e for e in events if e.get("event") not in _TEST_EVENTS or e.get("nodeid") in tests)
+            of_reports = (e for e in session.reports if e["report"].get("nodeid") in tests)
+            for name, entries in (("events.jsonl", of_tests), ("reports.jsonl", of_reports)):
+                write_atomically(own / name, "".join(json.dumps(entry) + "\n" for entry in entries))
 
-    def _conclude(self) -> None:
-        """Write the verdict, for all ranks of the launch, and report."""
-        from pytest_nsa.session.outer import report as outer_report
-        from pytest_nsa.wire.files import write_json
-
-        try:
-            (self.launch / "concluding").mkdir()
-        except FileExistsError:
-            deadline = monotonic() + VERDICT_S
-            while not (self.launch / ENDED).exists() and monotonic() < deadline:
-                time.sleep(POLL_S)
-        else:
-            write_json(self.launch / ENDED, outer_report.conclude_launch(self.launch, self.setup, self.session))
-        self._report(f"ended at its time limit of {self.session.limit:g} s")
-        deadline = monotonic() + OTHERS_S
-        while monotonic() < deadline and not self._all_have_reported():
-            time.sleep(POLL_S)
-
-    def _all_have_reported(self) -> bool:
-        return all((setup.parent / REPORTED).exists() for setup in self.launch.glob("rank*/session.json"))
-
-    def _report(self, why: str) -> None:
-        from pytest_nsa.session.outer import report as outer_report
-        from pytest_nsa.wire.files import read_object, touch
-
-        self.session.read()
-        outer_report.report_session(self.setup, self.session, why, read_object(self.launch / ENDED))
-        touch(self.folder / REPORTED)
-
-    def _end_host(self) -> None:
-        """Request that the process ends itself with exit code 1, else kill it. It is the parent, so its pid is not reused."""
-        from pytest_nsa.rank.launched import END_REQUEST
-        from pytest_nsa.wire.files import touch
-
-        touch(self.folder / END_REQUEST)
+    def _end(self, late: LoggedSession, live: Sequence[LoggedSession]) -> None:
+        """Write the verdict on a test past its limit, report for all sessions, and end their processes."""
+        if not (self.launch / KEPT).is_dir() or self._looked != late.nodeid:
+            self._observer.record_end("deadline", late.began)
+            self._keep_evidence(late)
+        verdict = self._conclude(late)
+        for session in live:
+            session.read()
+            ended = f"ended at its time limit of {session.limit:g} s" if session.left() < 0 else "ended with the others"
+            self._report(session, ended, verdict, is_first=session is late)
+        for session in live:
+            touch(session.folder / END_REQUEST)
         deadline = monotonic() + ENDING_S
-        while os.getppid() == self.host and monotonic() < deadline:
+        while any(session.is_alive for session in live) and monotonic() < deadline:
             time.sleep(0.02)
-        if os.getppid() == self.host:
-            os.kill(self.host, signal.SIGKILL)
+        for session in live:
+            with contextlib.suppress(OSError):
+                handle = os.pidfd_open(session.pid)
+                if session.is_alive:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+
+    def _conclude(self, late: LoggedSession) -> list[str]:
+        """Write the verdict, SUMMARY.md and report.html into the run's folder. Return the lines to print."""
+        made = next((Path(session.run) for session in self.sessions.values() if session.run), None)
+        settings = self.settings
+        run = RunFolder(made.parent if made else settings.artifacts, made.name if made else None, settings.folder_mode)
+        folder = run.test_folder(safe_name(late.nodeid))
+        shutil.copytree(self.launch / KEPT, folder, dirs_exist_ok=True)
+        if settings.mask_output:
+            mask_files(folder)
+        verdict, evidence = conclude(folder, self.runner.extensions.rules)
+        Recorder(run).add(folder, verdict)
+        session_report.write_reports(run.path, settings.gpus, decide, interrupted=True)
+        runs.finish(run.path, 1, interrupted=True)
+        return [*lines(verdict, evidence), f"SUMMARY.md: {short_path(run.path / 'SUMMARY.md')}"]
+
+    def _report(self, session: LoggedSession, why: str, verdict: Sequence[str] = (), *, is_first: bool = False) -> None:
+        """Print and write the failures of a session that cannot report by itself, and the test that ran.
+
+        ``verdict``: the lines on the test that is past its limit; the session that ``is_first`` prints them.
+        """
+        reports = [pytest.TestReport._from_json(dict(line["report"])) for line in session.reports]
+        if session.nodeid:
+            reports.append(_ended_report(session, "\n".join([why, *verdict])))
+        if self.junit_path is not None:
+            self._write_junit(self.junit_path, session, reports)
+        out = [""]
+        for line in session.reports:
+            if line["report"]["outcome"] == "failed":
+                out += [f"FAILED {line['report']['nodeid']}", *line["text"].splitlines(), ""]
+        if session.nodeid:
+            out.append(f"{'HANG' if verdict else 'CRASH'} {session.nodeid}: {why}")
+        out += verdict if is_first else ()
+        passed = {r.nodeid for r in reports if r.when == "call" and r.passed}
+        failed = {r.nodeid for r in reports if r.failed}
+        out.append(f"{len(failed)} failed, {len(passed - failed)} passed; the session was ended")
+        text = "\n".join(f"[rank {session.rank}] {visible(line)}" if line else "" for line in out)
+        with open(self.screen, "wb", closefd=False) as screen:
+            screen.write(f"{text}\n".encode())
+        touch(session.folder / REPORTED)
+
+    def _write_junit(self, target: Path, session: LoggedSession, reports: Sequence[pytest.TestReport]) -> None:
+        """Write the testsuite of a session, by pytest's own writer, into the file that all processes of the launch share."""
+        given = self.config.stash[xml_key]
+        own = target.with_name(f".{target.name}.rank{session.rank}.partial")
+        xml = LogXML(
+            str(own), given.prefix, given.suite_name, given.logging, given.report_duration, given.family, given.log_passing_tests
+        )  # fmt: skip
+        xml.pytest_sessionstart()
+        for report in reports:
+            if report.nodeid not in session.not_ours:
+                xml.pytest_runtest_logreport(report)
+        xml.pytest_sessionfinish()
+        junit.merge(target, own, self.log.launch, session.rank)
 
 
-if __name__ == "__main__":
-    Clock(Path(sys.argv[1])).run()
+def _ended_report(session: LoggedSession, text: str) -> pytest.TestReport:
+    location = next((r["report"]["location"] for r in session.reports if r["report"]["nodeid"] == session.nodeid), None)
+    path, _, name = session.nodeid.partition("::")
+    return pytest.TestReport(
+        nodeid=session.nodeid, location=tuple(location or (path, 0, name)), keywords={}, outcome="failed", longrepr=text,
+        when="call", duration=wall_clock() - session.began, start=session.began, stop=wall_clock(),
+    )  # fmt: skip

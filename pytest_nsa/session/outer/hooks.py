@@ -20,12 +20,14 @@ from _pytest.junitxml import xml_key
 
 from pytest_nsa import marked
 from pytest_nsa.rank.host_plugins import remove_hooks
-from pytest_nsa.rank.launched import LaunchedRank
+from pytest_nsa.rank.outer_rank import LaunchedRank
 from pytest_nsa.report import junit
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.items import Ranked, runner_key
 from pytest_nsa.session.needs import needs_of
-from pytest_nsa.session.outer.launched import open_log
+from pytest_nsa.session.outer.attachment import Attachment
+from pytest_nsa.session.outer.clock import Clock
+from pytest_nsa.session.outer.session_log import SessionLog
 from pytest_nsa.settings import OuterLauncher, Settings
 from pytest_nsa.system.disk_space import private_folder
 
@@ -92,10 +94,11 @@ class Screen:
 class OuterHooks:
     """Registered only under an outer launcher."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, outer: OuterLauncher) -> None:
-        self.config, self.settings, self.outer = config, settings, outer
+    def __init__(self, config: pytest.Config, settings: Settings, outer: OuterLauncher, attachment: Attachment) -> None:
+        self.config, self.settings, self.outer, self.attachment = config, settings, outer, attachment
         self.screen = Screen(config)
-        self.log = open_log(config, outer)
+        self.log = SessionLog(config, outer)
+        self._clock: Clock | None = None
         self.rank = LaunchedRank(self.log.run, outer.rank, outer.world_size) if self.log.run is not None else None
         self.follows = False
         self._reported_by_leader: set[str] = set()  # ids of tests that the leader reports
@@ -146,19 +149,17 @@ class OuterHooks:
         self.config.pluginmanager.register(xml)
 
     def start_clock(self) -> None:
-        """Start the clock before the first test. All processes of a launch share the verdict and the JUnit file."""
-        if self.outer.world_size < 2:
+        """Start the clock before the first test, and before this process has connections."""
+        if self.outer.world_size < 2 or self.log.run is None:
             return
-        xml = self.config.stash.get(xml_key, None)
-        given = None if xml is None else {
-            "path": str(self._junit), "prefix": xml.prefix, "suite": xml.suite_name, "logging": xml.logging,
-            "durations": xml.report_duration, "family": xml.family, "passing": xml.log_passing_tests,
-            "not_ours": sorted(self._reported_by_leader),
-        }  # fmt: skip
-        self.log.start_clock(
-            self.screen.descriptor, junit=given, artifacts=str(self.settings.artifacts), gpus=self.settings.gpus,
-            mode=self.settings.folder_mode, masks=self.settings.mask_output,
-        )  # fmt: skip
+        self.log.note("not_ours", nodeids=sorted(self._reported_by_leader))
+        path = self._junit if self.config.stash.get(xml_key, None) is not None else None
+        runner = self.config.stash[runner_key]
+        self._clock = Clock(self.log, runner, self.outer.world_size, path, self.screen.descriptor)
+        self._clock.start()
+
+    def note_run(self) -> None:
+        """Note where the run's evidence is, if this process has made its folder."""
         runner = self.config.stash[runner_key]
         if runner.folder.is_made and not self.follows:
             self.log.note("run", path=str(runner.folder.path))
@@ -226,10 +227,11 @@ class OuterHooks:
             self.screen.show(self.outer.rank, f"{session.testsfailed} failed here, of {session.testscollected}")
 
     @pytest.hookimpl(trylast=True)
-    def pytest_unconfigure(self, config: pytest.Config) -> None:
+    def pytest_unconfigure(self) -> None:
         """Exit after all reports: torchrun ends all processes once one has failed."""
         self.screen.release()
+        self.log.note("finish")
+        if self._clock is not None:
+            self._clock.close()
         self.log.close()
-        attachment = config.stash[runner_key].attachment
-        if attachment is not None:
-            attachment.close()
+        self.attachment.close()

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pytest_nsa.report.runs import ANNOUNCEMENTS
-from pytest_nsa.session.choose_launcher import SharedZygote
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.items import runner_key
+from pytest_nsa.session.launcher import SharedZygote
 from pytest_nsa.wire.files import read_lines
 
 ANNOUNCE_S = 0.3

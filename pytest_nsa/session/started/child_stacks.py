@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_dump
-from pytest_nsa.monitor.second_look import dump_stacks
+from pytest_nsa.observe.second_look import dump_stacks
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.system.commands import command_line
@@ -72,8 +72,8 @@ def _begins_a_fork(frame: Frame) -> bool:
     return frame.function == "_bootstrap" and frame.file.endswith("/multiprocessing/process.py")
 
 
-def named(process: Process, places: Sequence[str] = (), owner: str = "") -> str:
-    """Return a process in one line: its number, state and command, the ``places`` that it is at, and the fixture that owns it."""
+def named(process: Process, places: Sequence[str] = ()) -> str:
+    """Return a process in one line: its number, state and command, and the ``places`` that it is at."""
     if process.has_ended:
         return f"pid {process.pid} has failed ({how_it_ended(process.status)}), and was not waited for"
     command = process.command
@@ -81,5 +81,5 @@ def named(process: Process, places: Sequence[str] = (), owner: str = "") -> str:
     shown = kind or " ".join(visible(command).split())[:COMMAND]
     if command == command_line(os.getpid(), MOST):
         shown = "a fork of this session"
-    of, at = f", of {owner}" if owner else "", f": at {'; a thread at '.join(places)}" if places else ""
-    return f"pid {process.pid} ({process.state}) {shown}{of}{at}"
+    at = f": at {'; a thread at '.join(places)}" if places else ""
+    return f"pid {process.pid} ({process.state}) {shown}{at}"

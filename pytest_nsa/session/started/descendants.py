@@ -23,6 +23,7 @@ import pytest
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.observe.finders import jobs_in
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
@@ -30,10 +31,18 @@ from pytest_nsa.report.terminal import short_path
 from pytest_nsa.session import before_timeout
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
+from pytest_nsa.session.reports import of_started as reports
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.started import reports
+from pytest_nsa.session.started.announcer import JobAnnouncer
 from pytest_nsa.session.started.child_stacks import ChildStacks, named
-from pytest_nsa.session.started.job_announcer import JobAnnouncer
+from pytest_nsa.session.started.jobs_of_test import (
+    Concluded,
+    Occasion,
+    conclude_jobs,
+    describe,
+    pids_of,
+    unnoticed,
+)
 from pytest_nsa.session.started.process_ends import (
     IDLE_S,
     WORKER_WAITS,
@@ -41,26 +50,16 @@ from pytest_nsa.session.started.process_ends import (
     is_interrupted,
     joined_at_exit,
     left_at_exit,
-    of_jobs,
+    of_ranks,
 )
 from pytest_nsa.session.started.process_starts import on_start
-from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
-from pytest_nsa.session.started.started_jobs import (
-    Concluded,
-    Occasion,
-    conclude_jobs,
-    describe,
-    jobs_in,
-    pids_of,
-    unnoticed,
-)
-from pytest_nsa.settings import Settings
-from pytest_nsa.system.descendants import Process, wait_for_ends
+from pytest_nsa.settings import Mode, Settings
+from pytest_nsa.system.children import children
+from pytest_nsa.system.clock import wall_clock
+from pytest_nsa.system.descendants import Key, Process, started_since, ticks_since_boot
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
-LEFT_S = 0.3  # for a test's last processes to end
 NAMED = 6  # processes that a report names
-
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 
@@ -97,28 +96,39 @@ class StartedRanks:
             Path(outer).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.base = Path(tempfile.mkdtemp(prefix="nsa-jobs-", dir=outer))
         self.environment = {FOLDER: str(self.base), HOST: str(os.getpid())}
-        self.processes = ProcessesOfTest(f"{HOST}={os.getpid()}")
         self.announcer = JobAnnouncer(config, self.base)
         self.stacks = ChildStacks(self.base)
         self.pid = os.getpid()
+        self.item: pytest.Item | None = None
+        self.has_any = False  # the test has started a process
+        self.began = 0.0  # the test, in seconds since the epoch
+        self._since, self._before = ticks_since_boot(), children()  # the same in ticks; the children that existed then
+        self._first = self._since, self._before
+        self._others: set[Path] = set()  # jobs of earlier tests and of fixtures with a wider scope
+        self._left_by: dict[Key, str] = {}  # the tests that have left processes
         self.interrupted: list[str] = []
         self._is_concluding = self._hooks_forks = False
-        self._ended = ""  # the owner of the processes that are to be ended, because the test is
+        self._is_ended = False  # the test, so that its ranks are to be ended
         self._is_over = is_interrupted  # whether the test has not caught what ended it
         self._is_in_phase = False  # since the test was ended
         self._failures: dict[str, bool] = {}  # of this code, and whether they have been reported
         self.ends = ProcessEnds(self._to_end)
         self._undo_signal: Callable[[], None] | None = None
-        self._undo_starts = on_start(self._may_start, self._has_started, self.environment)
+        self._undo_starts = on_start(self._may_start, self.environment)
 
     # -- children
 
+    @property
+    def _is_here(self) -> bool:
+        """Whether a test runs, in this process and not in a fork of it."""
+        return self.item is not None and os.getpid() == self.pid
+
     def _may_start(self) -> bool:
         """Note that the test starts a process; return False if no test runs."""
-        if not self.processes.is_here:
+        if not self._is_here:
             return False
-        if not self.processes.has_any:
-            self.processes.has_any = True
+        if not self.has_any:
+            self.has_any = True
             self._follow()
         if not self._hooks_forks and "torch.distributed" in sys.modules:
             self._hook_forks()
@@ -131,13 +141,12 @@ class StartedRanks:
         self._hooks_forks = True
 
     @_harmless
-    def _has_started(self, pid: int) -> None:
-        self.processes.add(pid)
-
-    @_harmless
     def _follow(self) -> None:
-        item, owner = self.processes.item, self.processes.owner
-        self.announcer.follow(owner if item is not None and owner == item.nodeid else "", self.processes.of_fixtures())
+        self.announcer.follow(self.item.nodeid if self.item is not None else "", self._others)
+
+    def _processes(self) -> list[Process]:
+        """Return the processes that the test has started, and theirs."""
+        return started_since(self._since, self._before, f"{HOST}={self.pid}")
 
     def _take_interrupt(self) -> None:
         """Take Ctrl-C before the first fixture, until the session ends: a suite may compare handlers around each test."""
@@ -147,7 +156,7 @@ class StartedRanks:
             return
 
         def interrupted(number: int, frame: FrameType | None) -> None:
-            if self.processes.is_here and self.processes.has_any and not self._is_concluding:
+            if self._is_here and self.has_any and not self._is_concluding:
                 self._at_interrupt(frame)
             before(number, frame)
 
@@ -165,7 +174,6 @@ class StartedRanks:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         if isinstance(item, Ranked) or marked.takes(item, "launch"):
             return (yield)
-        self._ended, self._is_in_phase = "", False
         self._take_interrupt()
         self._begin(item)
         try:
@@ -173,76 +181,64 @@ class StartedRanks:
         finally:
             if not is_interrupted():
                 self.interrupted = []  # the test has caught it
-            if self.processes.has_any:
+            if self.has_any:
                 self._after_test(item)
-            self.processes.item = None
-            self._report_failures(item)
+            self.item = None
+            for failure in [failure for failure, is_reported in self._failures.items() if not is_reported]:
+                self._failures[failure] = True
+                reports.warn(item, f"the processes of this test were not followed to its end: {failure}")
 
     @_harmless
     def _begin(self, item: pytest.Item) -> None:
-        self.processes.begin(item)
+        self.item, self.has_any, self._is_ended, self._is_in_phase = item, False, False, False
+        self.began, self._since, self._before = wall_clock(), ticks_since_boot(), children()
+        self._others = set(jobs_in(self.base))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-    ) -> Generator[None, Any, Any]:
-        """Note the processes of a fixture with a wider scope: they serve other tests too, and are not ended with this one."""
-        if fixturedef.scope == "function" or self.processes.item is None:
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        """Exclude the jobs of a fixture with a wider scope: they serve other tests too, and are not ended with this one."""
+        if fixturedef.scope == "function" or self.item is None:
             return (yield)
-        before = self._begin_fixture(f"{fixturedef.scope} fixture {fixturedef.argname}")
+        before = self._jobs()
         try:
             return (yield)
         finally:
-            self._end_fixture(before or [])
+            self._exclude(before)
 
     @_harmless
-    def _begin_fixture(self, name: str) -> list[int]:
-        return self.processes.begin_fixture(name)
+    def _jobs(self) -> set[Path]:
+        return set(jobs_in(self.base))
 
     @_harmless
-    def _end_fixture(self, before: list[int]) -> None:
-        self.processes.end_fixture(before)
-        if self.processes.has_any:
+    def _exclude(self, before: set[Path] | None) -> None:
+        self._others |= set(jobs_in(self.base)) - (before or set())
+        if self.has_any:
             self._follow()
 
     @_harmless
     def _after_test(self, item: pytest.Item) -> None:
-        """Report the processes that the test left, or end them; delete the evidence of jobs that have ended."""
-        self.announcer.follow("", ())
+        """End what the ended test has left; delete the evidence of jobs that have ended."""
+        self.announcer.follow("")
         self.announcer.hand_to(self.runner.folder)
-        if self._ended and self._is_over():
+        if self._is_ended and self._is_over():
             self.ends.finish()
-        wait_for_ends(self.processes.of(item.nodeid), LEFT_S)
-        left = [p for p in self.processes.of(item.nodeid) if not p.has_ended]
-        if left:
-            shown = "; ".join(map(named, left))
-            if self.settings.descendants == "end":
-                self.ends.end(left)
-                does = "ended"
-            else:
-                does = "still running (ranks_descendants = end ends them)"
-            reports.warn(item, f"processes that the test left, {does}: {shown}")
-        alive = {p.pid for p in self.processes.look() if not p.has_ended}
+        alive = [p for p in self._processes() if not p.has_ended]
+        self._left_by |= {p.key: item.nodeid for p in alive}
+        every = {p.pid for p in started_since(*self._first, f"{HOST}={self.pid}") if not p.has_ended}
         for job in jobs_in(self.base):
-            if alive.isdisjoint(pids_of(job)):
+            if every.isdisjoint(pids_of(job)):
                 shutil.rmtree(job, ignore_errors=True)
-
-    def _report_failures(self, item: pytest.Item) -> None:
-        for failure, is_reported in self._failures.items():
-            if not is_reported:
-                self._failures[failure] = True
-                reports.warn(item, f"the processes of this test were not followed to its end: {failure}")
 
     # -- its time limit
 
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
-        if item is self.processes.item and before_timeout.by_signal(settings):
+        if item is self.item and before_timeout.by_signal(settings):
             before_timeout.call_around_alarm(
                 lambda frame: self._at_limit(item, settings, frame), self._end_soon, self._is_blocked
             )
-        elif item is self.processes.item:
+        elif item is self.item:
             before_timeout.call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
 
@@ -260,9 +256,9 @@ class StartedRanks:
         import pytest_timeout  # type: ignore[import-untyped]
 
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
-        if is_watched or self._is_concluding or not self.processes.look():
+        if is_watched or self._is_concluding or not (self._processes() or self._others):
             return []
-        self.processes.has_any = True  # also those that it has forked by itself
+        self.has_any = True  # also those that it has forked by itself
         jobs, text = self._conclude("deadline", settings.timeout, frame)
         self._is_over = lambda: True
         if text:
@@ -271,16 +267,14 @@ class StartedRanks:
 
     @_harmless
     def _end_soon(self) -> bool:
-        """End the processes of the ended test, which has a little time to do so; return whether it has processes."""
+        """End the ranks of the ended test, which has a little time to do so; return whether it has processes."""
         self._is_in_phase = True
-        return self.ends.begin(self._is_over) or bool(self.processes.of(self._ended))
+        return self.ends.begin(self._is_over) or any(not p.is_helper for p in self._processes())
 
     def _to_end(self) -> list[Process]:
-        """Return the processes to end: with `report` those of its jobs, as a later test may use the others (a pool's workers)."""
-        found = self.processes.of(self._ended)
-        if self.settings.descendants == "end":
-            return found
-        return of_jobs(found, {pid for job in jobs_in(self.base) for pid in pids_of(job)})
+        """Return the ranks of the test, and the processes above and below them: a later test may use others (a pool's workers)."""
+        ranks = {pid for job in set(jobs_in(self.base)) - self._others for pid in pids_of(job)}
+        return [p for p in of_ranks(self._processes(), ranks) if not p.is_helper]
 
     def _is_blocked(self, frame: FrameType | None) -> bool:
         """Return whether the test or its fixture is still in the phase in which it was ended."""
@@ -290,13 +284,13 @@ class StartedRanks:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         self._is_in_phase = False
         report: Any = yield
-        if item is not self.processes.item:
+        if item is not self.item:
             return report
-        if call.when == "call" and report.passed and self.processes.has_any:
+        if call.when == "call" and report.passed and self.has_any:
             self._at_pass(item, report)
         if call.excinfo is None or isinstance(call.excinfo.value, pytest.skip.Exception):
             return report
-        if not reports.has(item) and self.processes.has_any:
+        if not reports.has(item) and self.has_any:
             self._at_failure(item)
         reports.add(item, report, self.runner.recorder)
         return report
@@ -304,13 +298,13 @@ class StartedRanks:
     @_harmless
     def _at_failure(self, item: pytest.Item) -> None:
         jobs, text = self._conclude("", 0.0, None)
-        if jobs and jobs[0].verdict.failed and not jobs[0].owner:
+        if jobs and jobs[0].verdict.failed and not jobs[0].is_other:
             reports.keep(item, jobs, text)
 
     @_harmless
     def _at_pass(self, item: pytest.Item, report: Any) -> None:
         """Report what a rank raised and the test has not noticed."""
-        raised = unnoticed(self.base, self.processes.began)
+        raised = unnoticed(self.base, self.began)
         if not raised:
             return
         if self.settings.descendants_fail:
@@ -320,31 +314,27 @@ class StartedRanks:
 
     # -- verdicts
 
-    def _conclude(self, reason: str, timeout: float, frame: FrameType | None) -> tuple[list[Concluded], list[str]]:
-        """Diagnose the jobs; if the test is being ended (``reason``), its processes are to be ended."""
+    def _conclude(
+        self, reason: str, timeout: float, frame: FrameType | None, nodeid: str = ""
+    ) -> tuple[list[Concluded], list[str]]:
+        """Diagnose the jobs; if the test is being ended (``reason``), its ranks are to be ended."""
         self._is_concluding = True
         try:
-            found, owner = self.processes.look(), self.processes.owner
-            occasion = Occasion(reason, owner, str(self.config.rootpath), timeout, self.processes.began)
-            jobs = conclude_jobs(self.base, self.runner.folder, found, self.processes.fixture_of, occasion)
+            found, nodeid = self._processes(), self.item.nodeid if self.item is not None else nodeid
+            root = self.config.rootpath
+            occasion = Occasion(reason, nodeid, str(root), timeout, self.began, self._others)
+            jobs = conclude_jobs(self.base, self.runner.folder, found, occasion, self.runner.extensions.rules)
             self.announcer.hand_to(self.runner.folder)
             of_jobs = {pid for job in jobs for pid in job.pids}
             # One that has ended: a failure that the test has not waited for.
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
-            others = [p for p in shown if p.pid not in of_jobs and not p.is_helper]
-            others.sort(key=lambda p: (self.processes.owners[p.key] != owner, p.pid))
-            lines = [self._line(p, is_ending=bool(reason)) for p in others[:NAMED]]
-            text = describe(jobs, lines, reports.place(frame, self.config.rootpath)) if jobs or others else []
-            self._ended = owner if reason else self._ended
+            others = [p for p in shown if p.pid not in of_jobs and not p.is_helper][:NAMED]
+            lines = [named(p, self.stacks.places(p.pid) if reason else ()) for p in others]
+            text = describe(jobs, lines, reports.place(frame, root)) if jobs or others else []
+            self._is_ended = self._is_ended or bool(reason)
             return jobs, text
         finally:
             self._is_concluding = False
-
-    def _line(self, process: Process, *, is_ending: bool) -> str:
-        """Return a process in one line; with its places in the code, if it is about to be ended."""
-        owner = self.processes.fixture_of(process.pid)
-        places = self.stacks.places(process.pid) if is_ending and not owner else ()
-        return named(process, places, owner)
 
     # -- the session's end
 
@@ -360,24 +350,24 @@ class StartedRanks:
     @property
     def _is_worker(self) -> bool:
         """Whether it is a worker of xdist: its controller kills it if it does not end soon."""
-        return hasattr(self.config, "workerinput")
+        return self.settings.mode is Mode.WORKER
 
     @_harmless
     def _at_exit(self) -> bool:
         """End the processes that multiprocessing would wait for at exit, once they are idle; return whether there were any."""
         if os.getpid() != self.pid or not joined_at_exit():
             return False
+        self._since, self._before = self._first
+        self.began, self._others = 0.0, set()
         limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
         waits = WORKER_WAITS if self._is_worker else (IDLE_S, max(limit, IDLE_S))
-        left = left_at_exit(self.processes, *waits)
+        left = left_at_exit(self._processes, *waits)
         if not left:
             return False
-        owners = {self.processes.owners.get(p.key, "") for p in left}
-        self.processes.begin(None)
-        self.processes.owner, self.processes.began = sorted(owners)[0], 0.0
-        jobs, text = self._conclude("deadline", 0.0, None)
+        tests = sorted({self._left_by.get(p.key, "a fixture") for p in left})
+        jobs, text = self._conclude("deadline", 0.0, None, tests[0])
         self.ends.end([p for p in left if not p.is_helper])
-        first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
+        first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(tests)}; ended"
         if jobs and not self._is_worker:
             self._write_reports(interrupted=False)
             text.append(f"  SUMMARY  {short_path(self.runner.folder.path / 'SUMMARY.md')}")

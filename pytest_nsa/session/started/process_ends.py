@@ -1,4 +1,6 @@
-"""End the processes of a test that its time limit or an interrupt has ended, once it had time to end them itself."""
+"""End the ranks of a test that its time limit or an interrupt has ended, once it had time to end them itself; and what keeps a
+session from ending.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from pytest_nsa.session.started.processes_of_test import ProcessesOfTest
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.descendants import TICKS, Key, Process, end
 
@@ -31,14 +32,10 @@ class ProcessEnds:
         """End the processes after `CLEANUP_S` if ``is_over`` then returns true; return whether there are any."""
         found = self._look()
         if found and (self._timer is None or not self._timer.is_alive()):
-            self._timer = threading.Timer(CLEANUP_S, self._end_if, (is_over, found))
+            self._timer = threading.Timer(CLEANUP_S, lambda: self.end(found) if is_over() else None)
             self._timer.daemon = True
             self._timer.start()
         return bool(found)
-
-    def _end_if(self, is_over: Callable[[], bool], processes: Sequence[Process]) -> None:
-        if is_over():
-            self.end(processes)
 
     def finish(self) -> None:
         """End the processes now."""
@@ -62,7 +59,7 @@ class ProcessEnds:
         end(processes)
 
 
-def of_jobs(processes: Sequence[Process], ranks: Collection[int]) -> list[Process]:
+def of_ranks(processes: Sequence[Process], ranks: Collection[int]) -> list[Process]:
     """Return the processes that are ranks (pids), that have started ranks, or that ranks have started."""
     parents = {process.pid: process.parent for process in processes}
 
@@ -114,24 +111,23 @@ def joined_at_exit() -> set[int]:
     return {child.pid for child in started if not child.daemon} - idle
 
 
-def left_at_exit(processes: ProcessesOfTest, idle: float, limit: float) -> list[Process]:
+def left_at_exit(look: Callable[[], Sequence[Process]], idle: float, limit: float) -> list[Process]:
     """Wait until the processes that multiprocessing joins at exit have done no work, and moved no data, for ``idle`` seconds, or
-    for ``limit`` seconds; return all processes of their owners, [] if they have ended.
+    for ``limit`` seconds; return these processes, and those above and below them, [] if they have ended.
     """
     began = idle_since = monotonic()
-    before = {p.key: (p.cpu, p.moved) for p in processes.look()}
+    before = {p.key: (p.cpu, p.moved) for p in look()}
     while True:
         for _ in range(10):
             time.sleep(0.1)
             joined = joined_at_exit()
             if not joined:
                 return []
-        found = processes.look()
+        found = look()
         now, seen = monotonic(), {p.key: (p.cpu, p.moved) for p in found}
         used = [[x - y for x, y in zip(seen[key], before.get(key, (0, 0)), strict=True)] for key in seen]
         if any(cpu > BUSY * TICKS or moved > MOVES for cpu, moved in used):
             idle_since = now
         before = seen
         if now - idle_since >= idle or now - began >= limit:
-            owners = {processes.owners[p.key] for p in found if p.pid in joined}
-            return [p for p in found if processes.owners[p.key] in owners and not p.has_ended]
+            return [p for p in of_ranks(found, joined) if not p.has_ended]

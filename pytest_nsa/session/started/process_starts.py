@@ -1,4 +1,4 @@
-"""Call functions around each start of a process, and add variables to its environment: wrap the methods of subprocess and
+"""Call a function before each start of a process, and add variables to its environment: wrap the methods of subprocess and
 multiprocessing that start one.
 
 ``os.environ`` of this process never has the variables: a test may compare it, and its threads may copy it at any moment.
@@ -19,11 +19,9 @@ _of_forks: dict[str, str] = {}  # what a fork adds to its environment
 _this_thread = threading.local()
 
 
-def on_start(
-    before: Callable[[], bool], after: Callable[[int], None], variables: Mapping[str, str]
-) -> Callable[[], None]:
+def on_start(before: Callable[[], bool], variables: Mapping[str, str]) -> Callable[[], None]:
     """Call ``before`` before each start of a process. If it returns true, the process gets ``variables``, unless it is started with
-    an environment that is neither a rank's nor made from this process's; then call ``after`` with its pid.
+    an environment that is neither a rank's nor made from this process's.
 
     Return a function that undoes this.
     """
@@ -41,17 +39,13 @@ def on_start(
         if env is not None and (RANK_VARIABLES & set(env) or _is_made_from_ours(env)):
             env = {**variables, **env}
         with _in_environment(variables):
-            done = execute(self, args, executable, preexec, close, fds, cwd, env, *more)
-        after(self.pid)
-        return done
+            return execute(self, args, executable, preexec, close, fds, cwd, env, *more)
 
     def start_process(self: Any) -> Any:
         if not before():
             return start(self)
         with _in_environment(variables):
-            done = start(self)
-        after(self.pid)
-        return done
+            return start(self)
 
     popen._execute_child, process.start = execute_child, start_process
 

@@ -9,26 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.diagnosis.verdict import Finding
-from pytest_nsa.evidence.board import BoardReader
-from pytest_nsa.monitor.announcements import may_act_in
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.native import dump_where_useful
-from pytest_nsa.monitor.progress import GRACE_S, ProgressWatch
-from pytest_nsa.monitor.second_look import (
-    dump_children,
-    dump_stacks,
-    pause_heartbeats,
-    request_counters,
-    sample_processes,
-    wants_to_dump,
-)
-from pytest_nsa.monitor.stall import StallClock
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.observe.announcements import announcement
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.observer import Observer
+from pytest_nsa.observe.progress import GRACE_S
 from pytest_nsa.system.clock import monotonic
-from pytest_nsa.system.gpu import XidWatch, look_at_gpus
-from pytest_nsa.system.locks import file_locks
-from pytest_nsa.system.procfs import has_more_threads
-from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS, Job
+from pytest_nsa.system.gpu import XidWatch
+from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import Limits, Monitor, Starter
 
 POLL_S = 0.05
@@ -44,7 +32,7 @@ class RanksRun:
     launcher: Starter
     limits: Limits
     monitors: Sequence[Monitor] = ()
-    suspect: Callable[[ProgressWatch], Finding | None] | None = None  # what is wrong, by the evidence so far
+    announce: Callable[[str], None] | None = None  # suspicions; None: no closer look is taken while the ranks run
     more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None  # facts of hooks, before the end
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
@@ -55,12 +43,9 @@ class RanksRun:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.job.folder)
-        self.log = self.folder / "host.jsonl"
         self.ranks = self.ranks or range(self.job.world_size)
-        self.stall = StallClock()
-        self.suspicion: Finding | None = None
-        self._beats: dict[int, tuple[float, float]] = {}
-        self.watch = ProgressWatch({r: BoardReader(self.job.rank_folder(r) / "board.bin") for r in self.ranks})
+        self.observer = Observer(self.folder, ranks=self.ranks, announce=self._announce)
+        self.log, self.watch = self.observer.log, self.observer.watch
 
     def run(self) -> None:
         """Start, watch and end the ranks. Raises LaunchError; a KeyboardInterrupt is raised again once no rank is left."""
@@ -101,8 +86,9 @@ class RanksRun:
             if reason:
                 return reason
             self.watch.look()
-            if self._look_closer():
-                self.watch.look(worked=True)  # the closer look may have taken long: see what moved in that time
+            if self.announce is not None:
+                moves = not self.watch.running_since or self._has_limits_to_come()
+                self.observer.assess(self._alive(), moves=moves)
             now = monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
@@ -127,7 +113,7 @@ class RanksRun:
     def _may_act(self, now: float) -> bool:
         """Return whether a thread of a rank may still make the missing call; looked up every `LOOK_AGAIN_S`."""
         if now - self._looked_at_threads >= LOOK_AGAIN_S:
-            self._looked_at_threads, self._thread_at_work = now, may_act_in(self.folder)
+            self._looked_at_threads, self._thread_at_work = now, self.observer.may_act()
         return self._thread_at_work
 
     def _has_limits_to_come(self) -> bool:
@@ -141,42 +127,24 @@ class RanksRun:
             return "start" if now - started >= self.limits.start else ""
         if now - since >= self.limits.run:
             return "deadline"
-        if self.suspicion is None:
+        found = self.observer.finding
+        if found is None or self.watch.stalled_s < GRACE_S:  # a rank moves: slow, and not a hang
             return ""
-        if self.watch.stalled_s < GRACE_S:  # a rank moves: slow, and not a hang
-            return ""
-        if self.suspicion.ends_the_test:
+        if found.ends_the_test:
             return "certain"
-        return "hang_after" if 0 < self.limits.hang_after <= self.stall.counted else ""
+        return "hang_after" if 0 < self.limits.hang_after <= self.observer.stall.counted else ""
 
-    def _look_closer(self) -> bool:
-        """At a stall, record what the processes do and apply the rules. Return whether it is a stall."""
-        waited = self.watch.longest_wait
-        moves = waited < GRACE_S or self._has_limits_to_come()
-        if self.suspect is None or not self.watch.running_since or moves:
-            self.stall.reset()
-            self.suspicion = None
-            self._beats = {}
-            return False
-        self._beats = self._beats or self._late_beats()
-        if not self.stall.look(self._alive(), waited):
-            return True
-        locks = file_locks(self._alive())
-        for rank, facts in self.stall.facts.items():
-            note(self.log, "process", rank=rank, **facts, gil_wait_ms=self._gil_wait(rank), **locks.get(rank, {}))
-        note(self.log, "stall", **self.watch.stall_facts(waited))
-        self.suspicion = self.suspect(self.watch)
-        return True
-
-    def _late_beats(self) -> dict[int, tuple[float, float]]:
-        """Return per rank the seconds by which its heartbeats came late, in all, and how many there were."""
-        return {rank: (b.numbers["gil_late"], b.numbers["beat"]) for rank, b in self.watch.boards.items()}
-
-    def _gil_wait(self, rank: int) -> float:
-        """Return the mean delay of a heartbeat in this stall, in ms: its thread waited for the GIL."""
-        late, beats = self._beats.get(rank, (0.0, 0.0))
-        now_late, now_beats = self._late_beats().get(rank, (late, beats))
-        return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)
+    def _announce(self, found: Finding, seconds: float, at_work: bool) -> None:
+        left = max(0.0, self.limits.run - (monotonic() - self.watch.running_since))
+        if found.ends_the_test:
+            what = "this cannot resolve itself: the test is ended"
+        elif at_work or not self.limits.hang_after:
+            what = f"{'' if at_work else 'a suspicion; '}the test has {left:.0f} s left"
+        else:
+            what = f"a suspicion; the test is ended if it lasts for {self.limits.hang_after:g} s"
+        who, test = describe_ranks(found.ranks, self.job.world_size), self.job.scenario or self.job.nodeid
+        if self.announce is not None:
+            self.announce(announcement(found, test, who, seconds, what, at_work=at_work))
 
     def _alive(self) -> dict[int, int]:
         """Return the process ids of the ranks that have not ended, by rank."""
@@ -202,31 +170,12 @@ class RanksRun:
             note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
 
     def _stop(self, reason: str, by: str = "") -> None:
-        """Record what the ranks do, then dump their stacks: the dump's signal may wake the very call that hung."""
-        note(self.log, "stop", reason=reason, by=by, **self.watch.stop_facts())
-        alive = self._alive()
-        locks = file_locks(alive)
-        beats = {rank: {"gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})} for rank in alive}
-        request_counters(self.job.rank_folder(rank) for rank in alive)  # answered while the processes are looked at
-        sample_processes(alive, self.log, beats)
-        note(self.log, "gpus", gpus=look_at_gpus())
-        self.watch.look(worked=True)
-        note(self.log, "sampled", beat_age_s=self.watch.beat_ages)
+        self.observer.stop(reason, self._alive(), by=by, signal=self._signal, more=self.more)
         self._ended_by = reason
-        pause_heartbeats(self.job.rank_folder(rank) for rank in alive)
-        stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
-        crowded = {rank: path for rank, path in stacks.items() if has_more_threads(alive[rank], MOST_THREADS)}
-        for ranks, number in ((crowded, DUMP_MAIN_SIGNAL), (stacks, DUMP_SIGNAL)):
-            dump_stacks(
-                ranks, lambda rank, number=number: self.launcher.signal(rank, number),  # type: ignore[misc]
-                lambda rank: wants_to_dump(alive[rank]),
-            )  # fmt: skip
-        native = {rank: self.job.rank_folder(rank) / "native.txt" for rank in alive}
-        for rank, absent in dump_where_useful(native, alive, self.watch.blocked):
-            note(self.log, "native", rank=rank, absent=absent)
-        dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
-        for fact in self.more(self.folder, alive) if self.more is not None else ():
-            note(self.log, "told", of=fact["rank"], kind=fact["kind"], file=fact["file"], says=fact["text"])
+
+    def _signal(self, rank: int, number: int) -> None:
+        self._ended_by = self._ended_by or "stop"  # a rank that ends from now on, ends by this
+        self.launcher.signal(rank, number)
 
     def _kill(self) -> None:
         self._ended_by = self._ended_by or "cleanup"

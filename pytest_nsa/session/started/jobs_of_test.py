@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_nsa.diagnosis.rules.exits import first_exceptions
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.observed_job import ObservedJob
+from pytest_nsa.observe.conclude import conclude
+from pytest_nsa.observe.finders import jobs_in
+from pytest_nsa.observe.observer import Observer
 from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
-from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
+from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.system.descendants import Process
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_object, read_text, write_json
+
+if TYPE_CHECKING:
+    from pytest_nsa.diagnosis.engine import Rule
 
 NO_JOB = "no process of the test has joined a process group"
 FORM_S = 10.0  # after ranks have waited so long for a rank that never joined, the group counts as not formed
@@ -32,7 +37,7 @@ class Occasion:
     """Why jobs are diagnosed.
 
     ``reason``: 'deadline', 'interrupted', or '' where the test has failed by itself. ``began``: seconds since the epoch.
-    ``timeout``: its time limit, in seconds.
+    ``timeout``: its time limit, in seconds. ``others``: jobs that are not the test's.
     """
 
     reason: str
@@ -40,18 +45,18 @@ class Occasion:
     root: str
     timeout: float
     began: float
+    others: Collection[Path]
 
 
 @dataclass(frozen=True, slots=True)
 class Concluded:
-    """A job's verdict and evidence. ``owner``: the fixture that has started it; '' for a job of the test.
-
-    ``is_idle``: it has made no call since the test began. ``pids``: of its ranks.
+    """A job's verdict and evidence. ``is_other``: the test has not started it. ``is_idle``: it has made no call since the test
+    began. ``pids``: of its ranks.
     """
 
     verdict: Verdict
     evidence: Evidence
-    owner: str
+    is_other: bool
     is_idle: bool
     pids: frozenset[int]
     has_ended: bool
@@ -60,36 +65,30 @@ class Concluded:
     def order(self) -> tuple[bool, bool, bool, bool, bool, float]:
         """Sort key: the job that explains the test's failure comes first."""
         v = self.verdict
-        return self.is_idle, bool(self.owner), self.has_ended, not v.failed, not v.certain, -v.confidence
-
-
-def jobs_in(base: Path) -> list[Path]:
-    """Return the folders of jobs, also those of a pytest that a test runs."""
-    # os.walk passes over what is deleted while it looks: such a pytest deletes its own jobs.
-    return sorted(Path(at, name) for at, names, _ in os.walk(base) for name in names if name.startswith("job-"))
+        return self.is_idle, self.is_other, self.has_ended, not v.failed, not v.certain, -v.confidence
 
 
 def conclude_jobs(
-    base: Path, run: RunFolder, processes: Sequence[Process], owner_of: Callable[[int], str], occasion: Occasion
+    base: Path, run: RunFolder, processes: Sequence[Process], occasion: Occasion, rules: Sequence[Rule]
 ) -> list[Concluded]:
     """Diagnose the jobs with evidence in ``base`` that have not ended well; the job that explains the test's failure comes first.
 
     The first job's evidence goes into the test's folder in ``run``, and its verdict into the run's list; the other jobs' evidence
-    goes into folders below. ``owner_of(pid)``: the fixture that has started a process, '' for the test.
+    goes into folders below. ``rules`` are a repository's own.
     """
-    watched = [_watched(job) for job in jobs_in(base) if (job / "job.json").exists()]
-    if occasion.reason and any(job.watch.boards for job in watched):
+    seen = [_seen(job) for job in jobs_in(base) if (job / "job.json").exists()]
+    if occasion.reason and any(job.boards for job in seen):
         time.sleep(SECOND_LOOK_S)
-        for job in watched:
-            job.look()
-    jobs = [job for job in watched if job.watch.boards and not _ended_well(job)]
+        for job in seen:
+            job.read_boards()
+    jobs = [job for job in seen if job.boards and not _ended_well(job)]
     if not jobs:
         return []
     for job in jobs:
         _record(job, processes, occasion)
     folder = run.test_folder(safe_name(masking.text(occasion.nodeid) or "after the last test"))
     alive = {p.pid for p in processes if not p.has_ended}
-    found = [_diagnose(job, folder / job.folder.name, owner_of, occasion, alive) for job in jobs]
+    found = [_diagnose(job, folder / job.folder.name, occasion, alive, rules) for job in jobs]
     found.sort(key=lambda concluded: concluded.order)
     _to_front(found, folder)
     if found[0].verdict.failed and not found[0].is_idle:
@@ -99,13 +98,13 @@ def conclude_jobs(
 
 def pids_of(folder: Path) -> frozenset[int]:
     """Return the pids of a job's ranks."""
-    return frozenset(board.pid for board in _watched(folder).watch.boards.values())
+    return frozenset(board.pid for board in _seen(folder).boards.values())
 
 
 def unnoticed(base: Path, began: float) -> str:
     """Return what a rank raised that a test has started since ``began``, in one line; '' if none did."""
     for folder in jobs_in(base):
-        if not (folder / "job.json").exists() or _ended_well(_watched(folder)):
+        if not (folder / "job.json").exists() or _ended_well(_seen(folder)):
             continue
         evidence = load(folder)
         if evidence.job.created < began:
@@ -119,48 +118,41 @@ def unnoticed(base: Path, began: float) -> str:
     return ""
 
 
-def _watched(folder: Path) -> ObservedJob:
-    job = ObservedJob(folder)
-    job.look()
+def _seen(folder: Path) -> Observer:
+    job = Observer(folder)
+    job.read_boards()
     return job
 
 
-def _ended_well(job: ObservedJob) -> bool:
-    boards = job.watch.boards
-    is_whole = len(boards) >= read_object(job.folder / "job.json").get("world_size", 0)
-    if not is_whole or any(board.phase != "done" for board in boards.values()):
+def _ended_well(job: Observer) -> bool:
+    is_whole = len(job.boards) >= read_object(job.folder / "job.json").get("world_size", 0)
+    if not is_whole or any(board.phase != "done" for board in job.boards.values()):
         return False
     return not any('"event": "exception"' in read_text(events) for events in job.folder.glob("rank*/events.jsonl"))
 
 
-def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) -> None:
+def _record(job: Observer, processes: Sequence[Process], occasion: Occasion) -> None:
     """Complete a job's evidence: the test that it belongs to, why it is diagnosed, how its ranks have ended."""
     described = read_object(job.folder / "job.json")
     described |= {"nodeid": occasion.nodeid, "root": occasion.root, "timeout": occasion.timeout}
     write_json(job.folder / "job.json", described, indent=1)
     reason = occasion.reason
     if reason == "deadline":
-        is_late = len(job.watch.boards) < described["world_size"] and job.watch.stalled_s >= FORM_S
+        is_late = len(job.boards) < described["world_size"] and job.watch.stalled_s >= FORM_S
         reason = "start" if is_late else reason
     began = float(described.get("created", occasion.began))
-    if reason:
-        job.record_stop(reason, began, {p.pid: p.status for p in processes if p.has_ended})
-    else:
-        job.record_end(began)
+    job.record_end(reason, began, {p.pid: p.status for p in processes if p.has_ended})
 
 
-def _diagnose(
-    job: ObservedJob, target: Path, owner_of: Callable[[int], str], occasion: Occasion, alive: set[int]
-) -> Concluded:
+def _diagnose(job: Observer, target: Path, occasion: Occasion, alive: set[int], rules: Sequence[Rule]) -> Concluded:
     shutil.copytree(job.folder, target, ignore=shutil.ignore_patterns("*.asked"))
     if masking.is_on():
         mask_files(target)
-    verdict, evidence = conclude(target, keep=True)
-    pids = frozenset(board.pid for board in job.watch.boards.values())
-    owner = next((of for pid in pids if (of := owner_of(pid))), "")
+    verdict, evidence = conclude(target, rules)
+    pids = frozenset(board.pid for board in job.boards.values())
     calls = [max(c.entered, c.left) for rank in evidence.ranks for c in rank.collectives]
     is_idle = max(calls, default=evidence.job.created) < occasion.began
-    return Concluded(verdict, evidence, owner, is_idle, pids, alive.isdisjoint(pids))
+    return Concluded(verdict, evidence, job.folder in occasion.others, is_idle, pids, alive.isdisjoint(pids))
 
 
 def _to_front(found: list[Concluded], folder: Path) -> None:
@@ -188,10 +180,15 @@ def _of_jobs(jobs: Sequence[Concluded]) -> Iterator[str]:
         first, *jobs = jobs
         text = lines(first.verdict, first.evidence)
         yield text[0]
-        yield f"  job      {first.verdict.world_size} ranks that {first.owner or 'the test'} has started"
+        yield f"  job      {_ranks_of(first)}"
         yield from text[1:]
     else:
         yield NO_JOB
     for job in jobs:
-        what = "has made no call since before the test" if job.is_idle else headline(job.verdict)
-        yield f"  other    job of {job.verdict.world_size} ranks of {job.owner or 'the test'}: {what}"
+        what = "no call since the test began" if job.is_idle else headline(job.verdict)
+        yield f"  other    {_ranks_of(job)}: {what}"
+
+
+def _ranks_of(job: Concluded) -> str:
+    by = "an earlier test or a fixture" if job.is_other else "the test"
+    return f"{job.verdict.world_size} ranks that {by} has started"

@@ -10,9 +10,10 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import find_test_folders
+from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.report.summary import read_entries
-from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
+from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_object
 from pytest_nsa.wire.messages import plain_nodeid
@@ -53,7 +54,7 @@ class Failures:
             if folder.name in known or not nodeid:
                 continue
             try:
-                verdict: Verdict = conclude(folder, keep=True, rules=extensions.rules)[0]
+                verdict: Verdict = conclude(folder, extensions.rules)[0]
             except ValueError:
                 continue  # a file of the folder cannot be read: the failure stays without a verdict
             recorder.add(folder, verdict)

@@ -1,4 +1,6 @@
-"""Which launcher a run gets, and how it is started: fork this process, a clean child pytest (shared under xdist), or cold."""
+"""The launcher of a run: planned once (fork this process, a clean child pytest that all workers of
+xdist share, or cold), started when ranks are needed, replaced when it has failed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from typing import Literal
 
 import pytest
 
+from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, start_pytest
-from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings
+from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Mode, Settings, settings_key
 from pytest_nsa.spawn.child_arguments import child_arguments
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.disk_space import reserve
@@ -21,14 +24,14 @@ from pytest_nsa.system.prctl import die_with, fork
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.wire.files import open_to_append
 from pytest_nsa.wire.messages import Channel
-from pytest_nsa.wire.protocols import Launcher, LaunchError
+from pytest_nsa.wire.protocols import Launcher, LaunchError, UnfitError
 
 LOG = 64 << 10  # bytes reserved on the disk for a zygote's log
 
 
 def why_not_fork(config: pytest.Config) -> str:
     """'' when forking this process is safe, else the reason that it is not."""
-    if hasattr(config, "workerinput"):
+    if config.stash[settings_key].mode is Mode.WORKER:
         return "an xdist worker has its own threads"
     restless = restless_threads()
     if restless:
@@ -151,3 +154,75 @@ def _connect_to_shared(config: pytest.Config, log: Path) -> ZygoteLauncher | Non
         raise LaunchError(f"the process that starts the ranks of all workers cannot be reached: {error}") from None
     except OSError:
         return None
+
+
+class RunLauncher:
+    """The launcher of this process's tests."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, run: RunFolder) -> None:
+        self.config, self.settings, self.run = config, settings, run
+        self._launcher: Launcher | None = None
+        self._plan: LaunchPlan | None = None
+        self._cold: Launcher | None = None  # for tests that need new interpreters, where other tests do not
+        self._unreachable = ""  # why the zygote of all workers cannot be reached
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """Where ranks come from; decided once, when collection has ended."""
+        if self._plan is None:
+            self._plan = plan(self.config, self.settings)
+        return self._plan
+
+    def start(self, session: pytest.Session, *, between_tests: bool = False) -> Launcher:
+        """Start the launcher, unless it runs, and return it. Raises LaunchError where it cannot be reached.
+
+        This process may be forked only before the first test: inside a test, its state is no clean start for a rank.
+        """
+        if self._launcher is None:
+            if self.plan.kind == "fork" and (not between_tests or why_not_fork(self.config)):
+                self._plan = LaunchPlan(kind="clean", description="forked from a clean child pytest")
+            log = self.run.room / "zygote.log"
+            if self._unreachable:  # no test waits for it again
+                raise LaunchError(self._unreachable)
+            try:
+                self._launcher = start(self.plan.kind, self.config, session, log)
+            except LaunchError as error:
+                self._unreachable = str(error)
+                raise
+        return self._launcher
+
+    def ready(self, session: pytest.Session) -> Launcher:
+        """Return the launcher once ranks can be started; that of cold ranks if collection leaves no process that may be forked."""
+        if self._launcher is not None and self._launcher.has_ended:
+            self.close()
+            self.run.report("the process that starts the ranks was ended between two tests: another one serves since")
+        launcher = self.start(session)
+        try:
+            launcher.wait_until_ready()
+        except UnfitError as error:
+            self.close()  # what has been leased for this test stays leased
+            self._plan = LaunchPlan(kind="cold", description=f"cold: a new interpreter per rank ({error})")
+            self.run.report(f"slow: every rank is a new interpreter, because {error}")
+            launcher = self.start(session)
+        return launcher
+
+    def cold(self, session: pytest.Session) -> Launcher:
+        """Return the launcher of new interpreters, and kill the ranks that stayed for another test."""
+        self.kill_ranks()
+        if self._cold is None:
+            self._cold = start("cold", self.config, session, self.run.room / "zygote.log")
+        return self._cold
+
+    def kill_ranks(self) -> None:
+        """Kill the ranks that stayed for another test, if any."""
+        if self._launcher is not None:
+            self._launcher.kill()
+
+    def close(self) -> None:
+        """End the launcher and everything it started."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+        if self._cold is not None:
+            self._cold.close()
+            self._cold = None

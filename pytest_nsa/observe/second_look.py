@@ -12,7 +12,7 @@ from time import CLOCK_MONOTONIC, clock_gettime, sleep
 from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
-from pytest_nsa.monitor.host_log import note
+from pytest_nsa.observe.host_log import note
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
 from pytest_nsa.system.tcp import socket_queues

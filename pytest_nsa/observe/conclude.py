@@ -1,4 +1,4 @@
-"""From a test's folder to its verdict, and where that is recorded: in the folder of the evidence, and in the run's list."""
+"""From a folder of evidence to its verdict: by the rules, or as the folder records it."""
 
 from __future__ import annotations
 
@@ -11,53 +11,62 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from pytest_nsa.diagnosis.facts import in_backward
-from pytest_nsa.diagnosis.verdict import RULE_FAILED, Verdict
+from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.report.run import write_verdict
-from pytest_nsa.report.summary import VERDICTS
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.report.run import read_verdict, write_verdict
 from pytest_nsa.report.traces import merge
-from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import ignore_full_disk
-from pytest_nsa.wire.files import append_line, replacing, write_atomically
+from pytest_nsa.wire.files import replacing, write_atomically
 
 if TYPE_CHECKING:
     from pytest_nsa.diagnosis.engine import Rule
 
-# Defaults of a verdict's fields: of a test that passes, the run's list has only fields that differ from them.
-_DEFAULTS = {
-    name: value
-    for name, value in Verdict(nodeid="", outcome="PASS").to_json().items()
-    if name not in ("schema", "outcome")
-}
 
-
-def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[Verdict, Evidence]:
+def conclude(
+    folder: Path, rules: Sequence[Rule] = (), *, keep: bool = True, given: Evidence | None = None
+) -> tuple[Verdict, Evidence]:
     """Diagnose a test's folder and write verdict and merged logs into it, unless the test passed and is not kept.
 
-    ``rules`` are a repository's own.
+    ``rules`` are a repository's own. ``given``: the evidence of a session that has ended, as it was read.
     """
     # Not before the first verdict: processes of a suite that make none, and the zygote, do without the rules.
     from pytest_nsa.diagnosis.engine import diagnose
 
     began = wall_clock()
-    evidence = load(folder)
-    if _note_files_that_appeared(evidence):
-        evidence = load(folder)
-    if not all(rank.passed for rank in evidence.ranks):
-        evidence = with_sources(evidence)
+    evidence = _read(folder) if given is None else given
     verdict = diagnose(evidence, rules)
     verdict = replace(verdict, figures=_figures(evidence))
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=0.0) or began
-    if verdict.failed:  # from the stop, or without one from the end of the last rank, to here
+    if verdict.failed and given is None:  # from the stop, or without one from the end of the last rank, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, wall_clock() - known), 3))
     if keep or verdict.failed:
         with ignore_full_disk():
             write_verdict(folder, verdict)
             _merge_logs(folder, evidence, verdict)
     return verdict, evidence
+
+
+def verdict_on(evidence: Evidence, *, again: bool = False, below: Path | None = None) -> Verdict:
+    """Return the verdict that the folder of evidence records: a session had rules that this process may lack.
+
+    Without one, or ``again``, return that of the package's rules. ``below``: where sources may be read; None: anywhere.
+    """
+    from pytest_nsa.diagnosis.divergence import add_divergence
+    from pytest_nsa.diagnosis.engine import diagnose
+
+    verdict = (None if again else read_verdict(evidence.folder)) or diagnose(evidence)
+    # That of a second run has no divergence: the first run's has it.
+    return verdict if verdict.first_divergence else add_divergence(verdict, evidence, below=below)
+
+
+def _read(folder: Path) -> Evidence:
+    evidence = load(folder)
+    if _note_files_that_appeared(evidence):
+        evidence = load(folder)
+    return evidence if all(rank.passed for rank in evidence.ranks) else with_sources(evidence)
 
 
 def _note_files_that_appeared(evidence: Evidence) -> bool:
@@ -114,40 +123,3 @@ def _lines(path: Path) -> Iterator[str]:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 yield line.rstrip("\n")
-
-
-class Recorder:
-    """Writes verdicts into the run's folder: its list, in which a test's last line counts, and its log."""
-
-    def __init__(self, run: RunFolder) -> None:
-        self.run = run
-
-    def add(self, folder: Path, verdict: Verdict) -> None:
-        """Record a verdict; report rules that failed to the run."""
-        self._list(folder, verdict)
-        for fact in verdict.evidence:
-            if fact.kind == RULE_FAILED:
-                self.run.report(f"{fact.text} ({folder.name}); the verdict is by the other rules")
-        where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
-        self.run.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")
-
-    def expect_failure(self, folder: Path, verdict: Verdict) -> None:
-        """Mark a failure as foreseen by xfail, in the test's folder and in the run's list."""
-        self.replace(folder, replace(verdict, expected=True))
-
-    def replace(self, folder: Path, verdict: Verdict) -> None:
-        """Record another verdict on a test that has one."""
-        with ignore_full_disk():
-            folder.mkdir(exist_ok=True)  # that of a test which passed may be gone
-            write_verdict(folder, verdict)
-        self._list(folder, verdict)
-
-    def _list(self, folder: Path, verdict: Verdict) -> None:
-        fields = verdict.to_json()
-        if not verdict.failed:  # most tests pass, and such lines are most of what a run leaves
-            fields = {
-                name: value for name, value in fields.items() if name not in _DEFAULTS or value != _DEFAULTS[name]
-            }
-        line = {"folder": folder.name, **fields}
-        with ignore_full_disk():  # the terminal has the verdict
-            append_line(self.run.path / VERDICTS, line)

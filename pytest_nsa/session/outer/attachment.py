@@ -19,15 +19,15 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.host_log import note
-from pytest_nsa.monitor.supervise import RanksRun
+from pytest_nsa.observe.host_log import note
+from pytest_nsa.observe.supervise import RanksRun
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.session.phases import Phases
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import Job
-from pytest_nsa.wire.protocols import LaunchError, Limits, Monitor, Starter
+from pytest_nsa.wire.protocols import LaunchError, Limits, Starter
 
 PUSH_S = 0.25  # between two boards that a follower sends
 START_S = 120.0
@@ -49,11 +49,13 @@ _FILES = (
 
 
 class Attachment:
-    """This process's part in a run under an outer launcher."""
+    """This process's part in a run under an outer launcher. It is alone until it meets the others."""
+
+    is_alone = False
 
     def __init__(self, outer: OuterLauncher) -> None:
         self.outer = outer
-        self.wire = OuterStore(outer)
+        self._store: OuterStore | None = None
         self._count = 0
         self.exit_status = 0
         self.lost: dict[int, str] = {}  # the other processes that host no rank any more, and why
@@ -63,8 +65,18 @@ class Attachment:
         """Whether this process decides and reports."""
         return self.outer.rank == 0
 
-    def agree_on(self, nodeids: list[str]) -> None:
-        """Check that all processes have collected the same tests on ranks. Raises UsageError with the difference."""
+    @property
+    def wire(self) -> OuterStore:
+        """The store in which the processes meet."""
+        self._store = self._store or OuterStore(self.outer)
+        return self._store
+
+    def ranks_here(self, world_size: int) -> Sequence[int]:
+        """Return the one rank of a test that this process starts."""
+        return (self.outer.rank,)
+
+    def meet(self, nodeids: list[str]) -> None:
+        """Meet the others. Check that all have collected the same tests on ranks; raises UsageError with the difference."""
         self.wire.put(f"items/{self.outer.rank}", nodeids)
         if self.leads:
             problems = [self._difference(rank, nodeids) for rank in range(1, self.outer.world_size)]
@@ -97,10 +109,13 @@ class Attachment:
             job,
             only=self.outer.rank,
             rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}",
+            reuse="",
+            stay=False,
         )
 
-    def run(self, job: Job, launcher: Starter, limits: Limits, monitors: Sequence[Monitor]) -> None:
-        """Run this process's rank of ``job``, as leader or follower."""
+    def run(self, run: RanksRun) -> None:
+        """Run this process's rank of a job, as leader or follower. Nothing is announced, and no hook adds facts."""
+        job, run = run.job, replace(run, announce=None, more=None)
         key = str(self._count)
         if self.leads:
             for rank in range(1, self.outer.world_size):
@@ -109,8 +124,8 @@ class Attachment:
             if self.lost:
                 raise LaunchError("; ".join(f"rank {rank}'s process {why}" for rank, why in self.lost.items()))
             self.wire.put(f"{key}/go", {"nodeid": job.nodeid, "seed": job.seed})
-            leading = LeaderLauncher(launcher, self.wire, key, job, self.lost)
-            RanksRun(job, leading, limits, monitors, ranks=range(job.world_size)).run()
+            leading = LeaderLauncher(run.launcher, self.wire, key, job, self.lost)
+            replace(run, launcher=leading).run()
             leading.gather()
             return
         go = self.wire.wait(f"{key}/go", MEET_S, or_key="end")
@@ -125,7 +140,7 @@ class Attachment:
         follower.poll()  # the leader's limit for silent processes counts from here
         endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0, after_failure=NEVER_S)
         try:
-            RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
+            replace(run, job=job, limits=endless, monitors=(follower,), ranks=(self.outer.rank,)).run()
         finally:
             follower.send_everything()
 
@@ -160,8 +175,10 @@ class Attachment:
     def close(self) -> None:
         """Wait until the leader ends the session: torchrun ends every process once one has failed, and the leader has to report.
 
-        The leader exits last, as its process may keep the store.
+        The leader exits last, as its process may keep the store. No-op for a process that has met no other.
         """
+        if self._store is None:
+            return
         if not self.leads:
             with contextlib.suppress(Exception):  # the leader, or the store, may have exited
                 self.wire.put(f"left/{self.outer.rank}", self.exit_status)

@@ -1,4 +1,4 @@
-"""How long a stall lasts before it is announced: by what the rank does in that time, and by the job's earlier pauses.
+"""Announcements of suspicions: after how long, by what the rank does in that time and by the job's earlier pauses; and their text.
 
 | what is seen | announced after |
 | --- | --- |
@@ -15,57 +15,19 @@ a pause that recurs (a checkpoint, an evaluation) is announced once at most. If 
 from __future__ import annotations
 
 import ast
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding
-from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.evidence.waiting import BUSY, has_a_time_limit
+from pytest_nsa.observe.progress import Past, ProgressWatch
 from pytest_nsa.system.clock import monotonic
 
+MOVING = ("straggler", "graph_explosion", "slow")  # causes of ranks that move
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
-STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
-PAUSE_S = 1.0  # a shorter stall is no pause
-ENOUGH_STEPS = 3
 WRITES = 1e6  # bytes a second: more than the tracers' own files
-
-
-@dataclass
-class Past:
-    """The steps and pauses of a job's ranks so far, in seconds."""
-
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    _step_began: dict[int, float] = field(default_factory=dict)
-    _longest: dict[str, float] = field(default_factory=dict)
-
-    def moved(self, rank: int, before: BoardSnapshot, after: BoardSnapshot, pause: float) -> None:
-        """Record that a rank has moved again after ``pause`` seconds."""
-        now = monotonic()
-        if after.numbers["step"] > before.numbers["step"]:
-            began = self._step_began.get(rank)
-            if began is not None:
-                self._steps.append((now - began) / (after.numbers["step"] - before.numbers["step"]))
-            self._step_began[rank] = now
-        if pause >= PAUSE_S and before.blocked is None:
-            place = _place(before.line)
-            self._longest[place] = max(pause, self._longest.get(place, 0.0))
-
-    def limit(self, least: float, line: str) -> float:
-        """Return after how long a pause at ``line`` is unusual, ``least`` at least."""
-        import statistics  # not before a stall
-
-        step = statistics.median(self._steps) if len(self._steps) >= ENOUGH_STEPS else 0.0
-        return max(least, STEPS * step, LONGEST * self._longest.get(_place(line), 0.0))
-
-
-def _place(line: str) -> str:
-    """Return file and function of ``file:line in function``: equal pauses may be at different lines of a function."""
-    file, _, rest = line.partition(":")
-    return f"{file} {rest.partition(' in ')[2]}"
 
 
 class AnnounceDelay:
@@ -149,3 +111,19 @@ def _retries(loops: Sequence[ast.stmt]) -> bool:
     if not loops or not isinstance(loops[-1], ast.For):
         return False
     return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
+
+
+def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:
+    """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what``: the end."""
+    at = f" at {found.where}" if found.where else ""
+    reason = " ".join(found.reason.split())  # a child's command may have several lines
+    if at_work and not found.ends_the_test:
+        return f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {reason} ({what})"
+    return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {reason} ({what})"
+
+
+def stalled_for(found: Finding, watch: ProgressWatch) -> float:
+    """Return for how many seconds the ranks of a suspicion have not moved; if they move, how long others have waited."""
+    if found.cause in MOVING:
+        return watch.longest_wait
+    return min((watch.stalled_for(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)

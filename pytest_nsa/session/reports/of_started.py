@@ -15,10 +15,10 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.marks import place_of
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
-from pytest_nsa.session.conclude import Recorder
-from pytest_nsa.session.failure_text import ReprEntryNative
-from pytest_nsa.session.items import report_warning
-from pytest_nsa.session.started.started_jobs import Concluded
+from pytest_nsa.session.recorder import Recorder
+from pytest_nsa.session.reports.failure_text import ReprEntryNative
+from pytest_nsa.session.reports.rank_warnings import report_warning
+from pytest_nsa.session.started.jobs_of_test import Concluded
 
 _shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
 

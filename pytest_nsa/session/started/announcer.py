@@ -1,4 +1,4 @@
-"""Start the program that announces suspicions in a test's jobs (`cli.announce`), and describe the test to it in a file."""
+"""Start the program that announces suspicions in a test's jobs (`announce`), and describe the test to it in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.monitor.terminal import without_capture
+from pytest_nsa.observe.terminal import without_capture
 from pytest_nsa.report.runs import ANNOUNCEMENTS
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.descendants import without_child_handler
@@ -22,7 +22,7 @@ from pytest_nsa.system.procfs import began
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_lines, write_json
 
-_PROGRAM = Path(__file__).parents[2] / "cli" / "announce.py"
+_PROGRAM = Path(__file__).with_name("announce.py")
 
 
 class JobAnnouncer:
@@ -36,9 +36,9 @@ class JobAnnouncer:
         with without_capture(config):
             self._screen = os.dup(2)
 
-    def follow(self, nodeid: str, of_fixtures: Collection[int]) -> None:
-        """Announce suspicions in the jobs of a test from now on, those of processes in ``of_fixtures`` excepted; '' for no test."""
-        described = {"nodeid": nodeid, "of_fixtures": sorted(of_fixtures), "masks": masking.is_on()}
+    def follow(self, nodeid: str, others: Collection[Path] = ()) -> None:
+        """Announce suspicions in the jobs of a test from now on, ``others`` excepted; '' for no test."""
+        described = {"nodeid": nodeid, "others": sorted(map(str, others)), "masks": masking.is_on()}
         with contextlib.suppress(OSError):
             write_json(self.path, described)
             if not self._has_begun:

@@ -10,7 +10,6 @@ from typing import Any
 
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_in_different_calls
-from pytest_nsa.monitor.announce_delay import Past
 from pytest_nsa.system.clock import monotonic, wall_clock
 
 QUIET_S = 0.2
@@ -18,6 +17,43 @@ GRACE_S = 1.0  # of a stall, before it counts as one
 HELD_UP_S = 0.6  # between two looks, one every 0.05 s
 BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
+STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
+PAUSE_S = 1.0  # a shorter stall is no pause
+ENOUGH_STEPS = 3
+
+
+@dataclass
+class Past:
+    """The steps and pauses of a job's ranks so far, in seconds."""
+
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    _step_began: dict[int, float] = field(default_factory=dict)
+    _longest: dict[str, float] = field(default_factory=dict)
+
+    def moved(self, rank: int, before: BoardSnapshot, after: BoardSnapshot, pause: float) -> None:
+        """Record that a rank has moved again after ``pause`` seconds."""
+        now = monotonic()
+        if after.numbers["step"] > before.numbers["step"]:
+            began = self._step_began.get(rank)
+            if began is not None:
+                self._steps.append((now - began) / (after.numbers["step"] - before.numbers["step"]))
+            self._step_began[rank] = now
+        if pause >= PAUSE_S and before.blocked is None:
+            place = _place(before.line)
+            self._longest[place] = max(pause, self._longest.get(place, 0.0))
+
+    def limit(self, least: float, line: str) -> float:
+        """Return after how long a pause at ``line`` is unusual, ``least`` at least."""
+        import statistics  # not before a stall
+
+        step = statistics.median(self._steps) if len(self._steps) >= ENOUGH_STEPS else 0.0
+        return max(least, STEPS * step, LONGEST * self._longest.get(_place(line), 0.0))
+
+
+def _place(line: str) -> str:
+    """Return file and function of ``file:line in function``: equal pauses may be at different lines of a function."""
+    file, _, rest = line.partition(":")
+    return f"{file} {rest.partition(' in ')[2]}"
 
 
 def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
