@@ -46,6 +46,7 @@ from pytest_nsa.diagnosis.verdict import (
     Label,
     Outcome,
     Verdict,
+    split_reason,
     with_name_of_other,
 )
 from pytest_nsa.evidence.values import Evidence
@@ -272,26 +273,10 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
     )  # fmt: skip
 
 
-_AT = re.compile(r" at [^ ;]+:\d+ in [^ ;,):]+")
 # The labels have these statements, 'rank 1 waits in barrier #3 at train.py:3 in step'.
 _IN_A_CALL = re.compile(
     r"(all \d+ ranks|ranks? [\d, and-]+) (waits? )?in \w+( #\d+)?( \([^)]*\))?( at \S+:\d+ in \S+)?( by \S+)?( in step \d+)?"
 )
-_MOST_WORDS = 15
-_ON_RANKS = re.compile(r": (?=(all \d+ )?ranks? )")
-
-
-def split_reason(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the first statement of a reason, without the lines that its labels have, and the further statements.
-
-    A first statement of more than 15 words is cut at a colon before a statement on ranks.
-    """
-    first, *rest = text.split("; ")
-    first = _AT.sub("", first)
-    colon = _ON_RANKS.search(first) if len(first.split()) > _MOST_WORDS else None
-    if colon is not None:
-        first, rest = first[: colon.start()], [first[colon.start() + 2 :], *rest]
-    return first, tuple(rest)
 
 
 def _relative(finding: Finding, root: str) -> Finding:

@@ -211,3 +211,21 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
     """Return ranks as runs without gaps: [[0, 1, 2], [5]]."""
     runs = itertools.groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
     return [[rank for _, rank in run] for _, run in runs]
+
+
+_AT = re.compile(r" at [^ ;]+:\d+ in [^ ;,):]+")
+_MOST_WORDS = 15
+_ON_RANKS = re.compile(r": (?=(all \d+ )?ranks? )")
+
+
+def split_reason(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the first statement of a reason, without the lines that its labels have, and the further statements.
+
+    A first statement of more than 15 words is cut at a colon before a statement on ranks.
+    """
+    first, *rest = text.split("; ")
+    first = _AT.sub("", first)
+    colon = _ON_RANKS.search(first) if len(first.split()) > _MOST_WORDS else None
+    if colon is not None:
+        first, rest = first[: colon.start()], [first[colon.start() + 2 :], *rest]
+    return first, tuple(rest)

@@ -18,7 +18,7 @@ import ast
 from collections.abc import Iterable, Sequence
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.verdict import Finding
+from pytest_nsa.diagnosis.verdict import Finding, split_reason
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.evidence.waiting import BUSY, has_a_time_limit
@@ -116,7 +116,7 @@ def _retries(loops: Sequence[ast.stmt]) -> bool:
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:
     """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what``: the end."""
     at = f" at {found.where}" if found.where else ""
-    reason = " ".join(found.reason.split())  # a child's command may have several lines
+    reason = " ".join(split_reason(found.reason)[0].split())  # a child's command may have several lines
     if at_work and not found.ends_the_test:
         return f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {reason} ({what})"
     return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {reason} ({what})"

@@ -15,8 +15,8 @@ from pytest_nsa.diagnosis.decision import Decision, decide, with_failures
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.rank.host_plugins import acting_on_host
+from pytest_nsa.report import github, runs
 from pytest_nsa.report import run as session_report
-from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
@@ -261,6 +261,9 @@ class RankedSession:
                 terminalreporter.write_line(f"  {visible(entry.name)}: {headline(entry.verdict)}")
         for name in ("SUMMARY.md", "report.html"):
             terminalreporter.write_line(f"{name}: {short_path(folder.path / name)}")
+        for entry in failed if github.are_wanted() else ():
+            for line in github.annotate(entry.verdict, entry.name):
+                terminalreporter.write_line(line)
 
 
 class WorkerSession(RankedSession):
