@@ -18,6 +18,7 @@ import argparse
 import importlib
 import json
 import pkgutil
+import statistics
 import sys
 import tempfile
 import zlib
@@ -231,6 +232,15 @@ def crossvalidated(
     }
 
 
+def words_of_reasons(recorded: Mapping[Fault, Evidence]) -> dict[str, float]:
+    """Return the median and the largest number of words in a verdict's reason, without those that quote an exception."""
+    verdicts = map(diagnose, recorded.values())
+    numbers = [
+        len(v.reason.split()) for v in verdicts if not v.rule.startswith(("exits.rank_raised", "exits.unusable"))
+    ]
+    return {"median": statistics.median(numbers), "longest": max(numbers)}
+
+
 def main() -> None:
     """Measure both on the recorded faults, print and keep them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -254,6 +264,7 @@ def main() -> None:
             "share of one or none": share_of_few(numbers), "generated programs": len(generated),
             "verdicts that depend, with those": in_bands(numbers_of_both),
             "share of one or none, with those": share_of_few(numbers_of_both),
+            "words of a reason": words_of_reasons(recorded),
             "by_function": {name: [n, len(more[name])] for name, n in numbers.items()},
         }  # fmt: skip
         rows = fit.rows(programs)
