@@ -34,7 +34,7 @@ from tests_cpu.faults.planting import programs_of  # noqa: E402
 from tests_cpu.faults.rows import read_rows  # noqa: E402
 from tests_cpu.foreign.cases import CASES  # noqa: E402
 
-LIMIT_S = 6.0
+LIMIT_S = 15.0
 FAMILIES = ("skip", "extra", "swap", "mismatch", "group", "hook", "branch", "lock", "sleep", "endless", "io")
 MOST = 40
 
@@ -91,7 +91,7 @@ def run_program(file: str, test: str, n: int, folder: Path) -> None:
     ]
     for rank in ranks:
         try:
-            rank.wait(timeout=6 * LIMIT_S)
+            rank.wait(timeout=4 * LIMIT_S)
         except subprocess.TimeoutExpired:
             rank.kill()
 

@@ -106,14 +106,23 @@ def _stated(job: ForeignJob, evidence: Evidence) -> Finding | None:
 
 
 def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
-    """Find the ranks without a pending call, or without a dump, for which others wait in a group of both."""
+    """Find the ranks without a pending call, or without a dump, for which others wait in a group of both.
+
+    Where most ranks have ended, or do something else, those that wait have made one call more.
+    """
     waited = {r: v.pending for r, v in job.ranks.items() if v.pending}
     idle = [
         r for r in range(len(evidence.ranks)) if r not in waited and not (r in job.ranks and job.ranks[r].has_pending)
     ]
     needed = [r for r in idle if any(r in _members(job, c.group) for calls_of in waited.values() for c in calls_of)]
-    if not waited or not needed or 2 * len(needed) > len(evidence.ranks):
+    if not waited or not needed:
         return None
+    if len(needed) > len(waited):
+        call = next(iter(waited.values()))[-1]
+        ranks = [evidence.ranks[r] for r in sorted(waited)]
+        who = describe_ranks(tuple(sorted(waited)), len(evidence.ranks))
+        reason = f"{who} entered {call.op} #{call.number}, which others ended without"
+        return found_on(evidence, "extra_collective", ranks, reason, 0.6, where=_where(call) or last_seen(ranks[0]))
     missed = min(
         (c for calls_of in waited.values() for c in calls_of if needed[0] in _members(job, c.group)),
         key=lambda c: c.peer != -1,

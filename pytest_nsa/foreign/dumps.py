@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,13 +76,20 @@ def add_dump(job: ForeignJob, number: int, dump: dict[str, Any]) -> None:
         members = json.loads(str(config.get("ranks") or "[]"))
         if members and all(isinstance(m, int) for m in members):
             job.groups[_group_name(config.get("name"), config.get("desc"))] = tuple(members)
+    entries = _objects(dump.get("entries"))[-MOST_CALLS:]
     names: dict[str, str] = {}  # the counters name a group by a number that only entries map
-    for entry in _objects(dump.get("entries"))[-MOST_CALLS:]:
+    for entry in entries:
         group = _group_of(entry)
         names[str(entry.get("pg_id"))] = group
         call = _call(entry, group)
         if call is not None:
-            rank.calls.append(call)
+            # gloo's entries stay scheduled: of its messages, only the latest may wait.
+            is_past = (
+                call.peer != -1
+                and entry is not entries[-1]
+                and str(entry.get("profiling_name", "")).startswith("gloo:")
+            )
+            rank.calls.append(replace(call, is_complete=call.is_complete or is_past))
     for number_, status in _object(dump.get("pg_status")).items():
         if not isinstance(status, dict) or str(number_) not in names:
             continue
