@@ -19,7 +19,6 @@ from attention_gpu import DEVICE, OTHER_SIZES, SHAPES, SIZES, Call, captured, ti
 from figures import keep, parser_of
 
 from nsa.kernels import blocks
-from nsa.kernels.sizes import Sizes
 from nsa.model.decoding import attend_gated
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -29,7 +28,7 @@ LENGTHS = (8192, 16384, 32768, 65536) if DEVICE == "cuda" else (2048, 8192, 1638
 def calls(shape: tuple[int, int, int, int], S: int, T: int) -> dict[str, Call]:
     """Return a call by contender: T tokens that follow S - T others."""
     H, G, d_k, d_v = shape
-    n, w, scale = blocks.num_compressed(S, SIZES["l"], SIZES["d"]), SIZES["w"], d_k**-0.5
+    n, w, scale = blocks.num_compressed(S, SIZES.compress_block, SIZES.compress_stride), SIZES.window, d_k**-0.5
 
     def tensor(*size: int) -> torch.Tensor:
         return torch.randn(size, device=DEVICE, dtype=DTYPE)
@@ -42,7 +41,7 @@ def calls(shape: tuple[int, int, int, int], S: int, T: int) -> dict[str, Call]:
     mask = None if T == 1 else torch.ones(T, S, dtype=torch.bool, device=DEVICE).tril(S - T)
 
     def ours() -> Any:
-        return attend_gated(q, cmp, sel, win, gates, S - T, Sizes(**SIZES), scale=scale, backend="auto")
+        return attend_gated(q, cmp, sel, win, gates, S - T, SIZES, scale=scale, backend="auto")
 
     def dense() -> Any:
         k, v = (x.transpose(1, 2) for x in sel)
@@ -83,7 +82,7 @@ def main() -> None:
                         "times_dense": ms["dense"] / ms["nsa"],
                     }
                     print(name, S, T, found[name][str(S)][str(T)], flush=True)
-    keep({"ms": found, "sizes": SIZES, "dtype": str(DTYPE)}, arguments.json)
+    keep({"ms": found, "sizes": SIZES._asdict(), "dtype": str(DTYPE)}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from figures import keep, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY = {
-    "model.n_layers": 2, "model.w": 16, "model.l": 8, "model.d": 4, "model.l_sel": 8, "model.n_sel": 4, "train.seq_len": 127,
+    "model.n_layers": 2, "model.window": 16, "model.compress_block": 8, "model.compress_stride": 4,
+    "model.select_block": 8, "model.n_select": 4, "train.seq_len": 127,
     "train.batch_size": 16, "train.lr": 2e-3, "model.vocab_size": 256,
 }  # fmt: skip
 TRAININGS: dict[str, dict[str, dict[str, Any]]] = {

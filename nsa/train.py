@@ -21,11 +21,9 @@ from nsa.config import (
     Config,
     ConfigError,
     as_yaml,
-    config_path_from_environment,
     environment_help,
     load_config,
     unknown_variables,
-    value_of,
 )
 from nsa.trace.files import find_writer
 
@@ -60,7 +58,7 @@ NEEDED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     arguments = _parse(argv)
-    path = arguments.config or config_path_from_environment()
+    path = arguments.config or os.environ.get("CONFIG")
     try:
         if not path:
             raise ConfigError(
@@ -192,7 +190,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         field, _, text = setting.partition("=")
         if field in overrides:
             raise ConfigError(f"--set {setting}: another option, or another --set, sets {field} too; give one")
-        overrides[field] = value_of(text, f"--set {setting}")
+        overrides[field] = text
     return overrides
 
 

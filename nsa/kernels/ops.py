@@ -19,6 +19,7 @@ from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import whole as cpu_whole
 from nsa.kernels.cpu.tiles import Tensors3
 from nsa.kernels.cpu.whole import Pair
+from nsa.sizes import Sizes
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,10 +296,10 @@ for _backward in (compressed_backward, selected_backward, sliding_backward, whol
 
 
 def attend_on_cpu(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
-    scale: float,
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, sizes: Sizes, scale: float
 ) -> Pair:  # fmt: skip
     """Return `dispatch.attend` by the cpu backend: the three branches forward, one after another, and their backward in one."""
+    l, d, l_sel, n_sel, w = sizes
     n_sel, w = min(n_sel, blocks.num_selection(q.shape[1], l_sel)), min(w, q.shape[1])
     with torch.no_grad():  # `whole` has the gradients
         o_cmp, lse_cmp, importance = compressed(q, *cmp, l, d, l_sel, scale, "cpu")

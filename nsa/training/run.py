@@ -218,7 +218,7 @@ def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
     """Return what serves the model's attention. ConfigError for a backend that cannot."""
     m = config.model
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.d_k, m.d_v
+    shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim
     try:
         return describe_attention(m.attention, m.backend, dtype, device, shape)
     except ValueError as error:

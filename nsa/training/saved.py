@@ -15,8 +15,7 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-from nsa.config import Config, ConfigError
-from nsa.convert import shown
+from nsa.config import Config, ConfigError, shown
 from nsa.data.packing import Position
 from nsa.data.sources import MADE
 from nsa.trace.strict_json import to_json

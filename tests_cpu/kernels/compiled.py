@@ -76,8 +76,8 @@ def record_launches(
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
     from nsa.kernels import blocks
-    from nsa.kernels.sizes import Sizes
     from nsa.kernels.triton import block_schedule, branches, decoding, rotary, selection_schedule, tiles, whole
+    from nsa.sizes import Sizes
 
     found: list[Launch] = []
 

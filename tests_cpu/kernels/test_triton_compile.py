@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.kernels.sizes import Sizes
+from nsa.sizes import Sizes
 from tests_cpu.kernels.compiled import (
     CAPABILITIES,
     PROBLEMS,
@@ -179,18 +179,19 @@ def test_an_old_triton_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("S", "H", "G", "l_sel", "said"),
+    ("S", "H", "G", "l_sel", "n_sel", "said"),
     [
-        (1 << 20, 4, 1, 16, "1048576 tokens are 65536 blocks of l_sel=16"),
-        (1 << 21, 64, 16, 128, "2097152 tokens of 16 groups and head dim 128"),
-        (4096, 512, 2, 64, "256 heads per group"),
+        (1 << 20, 4, 1, 16, 16, "1048576 tokens are 65536 blocks of select_block=16"),
+        (1 << 21, 64, 16, 128, 16, "2097152 tokens of 16 groups and head dim 128"),
+        (1 << 20, 4, 1, 64, 1025, "n_select=1025 of 16384 blocks"),
+        (4096, 512, 2, 64, 16, "256 heads per group"),
     ],
 )
-def test_what_the_kernels_cannot_count_is_refused(S: int, H: int, G: int, l_sel: int, said: str) -> None:
+def test_what_the_kernels_cannot_count_is_refused(S: int, H: int, G: int, l_sel: int, n_sel: int, said: str) -> None:
     from nsa.kernels.triton import whole
 
     with pytest.raises(ValueError, match=said):
-        whole.check_limits(S, H, G, 128, 64, l_sel)
+        whole.check_limits(S, H, G, 128, 64, Sizes(32, 16, l_sel, n_sel))
 
 
 def test_a_pack_of_one_long_document_and_many_short_ones_has_room_for_its_own_blocks() -> None:

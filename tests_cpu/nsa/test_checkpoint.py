@@ -35,8 +35,8 @@ from tests_cpu.warm import WarmPython
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
 model:
-  {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, d_k: 8, d_v: 8, l: 8, d: 4, l_sel: 16, n_sel: 3, w: 16, mlp_hidden: 16,
-   gate_hidden: 8}
+  {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, head_dim: 8, v_head_dim: 8, compress_block: 8,
+   compress_stride: 4, select_block: 16, n_select: 3, window: 16, mlp_hidden: 16, gate_hidden: 8}
 train: {steps: 80, batch_size: 2, seq_len: 32, lr: 1.0e-2, dtype: fp32, threads: 1}
 data: {workers: 0}
 """

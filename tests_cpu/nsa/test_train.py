@@ -303,7 +303,7 @@ def test_an_address_that_cannot_be_used_is_named_in_a_line(warm: WarmPython, add
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(taken.getsockname()[1])}
         done = warm.call("-c", JOIN, cwd=ROOT, env={**os.environ, **variables})
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("nsa.convert.ConfigError: ")
+    assert last.startswith("nsa.config.ConfigError: ")
     assert says in last
 
 

@@ -12,6 +12,7 @@ from nsa.kernels.triton.branches import Pair
 from nsa.kernels.triton.launch import LOG2E, head_dims, launch
 from nsa.kernels.triton.selection_schedule import Selection
 from nsa.kernels.triton.tiles import widths
+from nsa.sizes import Sizes
 
 MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
 KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32
@@ -21,8 +22,9 @@ PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives severa
 AT_ONCE = 1024
 
 
-def serves(q: torch.Tensor, d_v: int, l: int, d: int, l_sel: int) -> bool:
+def serves(q: torch.Tensor, d_v: int, sizes: Sizes) -> bool:
     """Return whether so many new tokens q [B, T, H, Dk], and such blocks, are what the kernels were made for."""
+    l, d, l_sel = sizes[:3]
     fits = (q.shape[-1] + d_v) * q.element_size() <= 1024  # in the shared memory of an A100
     return q.shape[1] <= MOST_TOKENS and fits and steps_of(keys_for(q), l // d, l_sel // d).is_clear
 

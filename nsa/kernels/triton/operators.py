@@ -11,7 +11,7 @@ import torch
 
 from nsa.kernels import blocks, derivatives
 from nsa.kernels.ops import Pair, alone_has_a_gradient, of_the_first, plainly, positive_scale
-from nsa.kernels.sizes import Sizes
+from nsa.sizes import Sizes
 
 KEPT = 7  # outputs behind the first, which have no gradient
 
@@ -127,11 +127,12 @@ derivatives.register(rotate, _turn_back, _keep_table)
 
 
 def attend_on_gpu(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, *, l: int, d: int,
-    l_sel: int, n_sel: int, w: int, scale: float,
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `dispatch.attend` by the triton backend: the output, and the picks int32 [B * S, G, n] of each query."""
     q, scale = positive_scale(q, scale)
+    l, d, l_sel, n_sel, w = sizes
     w, n_sel = min(w, q.shape[1]), min(n_sel, blocks.num_selection(q.shape[1], l_sel))
     found = attention(q, *cmp, *sel, *win, gates, cu_seqlens, l, d, l_sel, n_sel, w, scale)
     return found[0], found[5]
