@@ -64,11 +64,11 @@ class KVCache:
 
     The selected branch keeps every token, the window the last w - 1, the compressed branch its blocks and the tokens that no
     whole block covers yet. ``length`` is the number of tokens seen. ``spare``: how many of the last tokens `crop` can take back,
-    as speculative decoding needs; they are kept as well.
+    as speculative decoding needs; they are kept as well. A larger ``spare`` holds for tokens that come after it is set.
     """
 
     def __init__(self, *, spare: int = 0) -> None:
-        self._spare = operator.index(spare)
+        self.spare = operator.index(spare)
         if spare < 0:
             raise ValueError(f"spare={spare}: must be 0 or a number of tokens")
         self.length = 0
@@ -94,6 +94,16 @@ class KVCache:
             for one, n in zip(growing, used, strict=True):
                 one.shorten(n)
             raise
+
+    @property
+    def batch(self) -> int:
+        """How many sequences it has; 0 before the first call."""
+        return 0 if self._tail is None else self._tail.k.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are; the CPU before the first call."""
+        return torch.device("cpu") if self._tail is None else self._tail.k.device
 
     def reorder(self, index: torch.Tensor) -> None:
         """Make sequence i of the batch the former sequence ``index[i]``: int32 or int64 [B'], in any order, repeated or dropped.
@@ -162,13 +172,13 @@ class KVCache:
         n, l_w = sel.k.shape[1], self._sizes.window - 1
         done = self._ahead + cmp.k.shape[1] * self._sizes.compress_stride
         kept = tail if self._tail is None or not self._ahead else _joined(self._tail.between(0, self._ahead), tail)
-        first = max(0, done - -(-self._spare // self._sizes.compress_stride) * self._sizes.compress_stride)
+        first = max(0, done - -(-self.spare // self._sizes.compress_stride) * self._sizes.compress_stride)
         # Copies: a view would keep all tokens of the call.
         self._tail, self._ahead = KV(kept.k[:, first:].clone(), kept.v[:, first:].clone()), done - first
         seen = win if self._window is None else _joined(self._window, win)
-        self._window = KV(_last(seen.k, l_w + self._spare), _last(seen.v, l_w + self._spare))
+        self._window = KV(_last(seen.k, l_w + self.spare), _last(seen.v, l_w + self.spare))
         self.length += n
-        self._room = min(self._spare, self._room + n)
+        self._room = min(self.spare, self._room + n)
         return (
             KV(self._compressed[0].append(cmp.k), self._compressed[1].append(cmp.v)),
             KV(self._selected[0].append(sel.k), self._selected[1].append(sel.v)),

@@ -209,7 +209,7 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(arguments: list
 def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path, run: Run) -> None:
     code, _, errors = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
     assert code == 2
-    assert errors == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5)\n"
+    assert errors == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5), got '6:3'\n"
     assert not (tmp_path / "out").exists()
 
 
