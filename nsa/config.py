@@ -105,8 +105,9 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     values: Values = {name: {} for name in SECTIONS}
     _merge_tree(values, tree, where)
     # The path is relative to the file that names it, so that it holds wherever the program is started.
-    if values["data"].get("path"):
-        values["data"]["path"] = os.path.normpath(file.parent / values["data"]["path"])
+    for key in ("path", "validation"):
+        if values["data"].get(key):
+            values["data"][key] = os.path.normpath(file.parent / values["data"][key])
     _merge_environment(values, os.environ)
     _merge_overrides(values, overrides)
     if values["parallel"].get("safe"):
@@ -146,8 +147,9 @@ def as_yaml(config: Config) -> str:
     tree = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
     if config.train.gc_range is not None:
         tree["train"]["gc_range"] = "{}:{}".format(*config.train.gc_range)
-    if config.data.path is not None:
-        tree["data"]["path"] = os.path.abspath(config.data.path)
+    for key in ("path", "validation"):
+        if tree["data"][key] is not None:
+            tree["data"][key] = os.path.abspath(tree["data"][key])
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 

@@ -92,6 +92,8 @@ class TrainConfig:
 class DataConfig:
     """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder), or where
     there is none streams ``hub`` (HuggingFaceFW/fineweb-edu:sample-10BT). ``tokenizer`` is byte or a tokenizer.json.
+    ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them. ``validation``: a file or
+    folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps, and after the last.
     ``boundaries``: no token attends to another document. ``workers`` processes per rank read ``prefetch`` batches ahead (0
     workers: none). More than ``max_bad_rows`` rows that cannot be read end the run.
     """
@@ -100,6 +102,10 @@ class DataConfig:
     path: str | None = None
     hub: str | None = None
     tokenizer: str = "byte"
+    shuffle: bool = False
+    validation: str | None = None
+    validation_samples: int = number(64, least=1)
+    validate_every: int = number(100, least=1)
     boundaries: bool = False
     workers: int = number(1, most=1024)
     prefetch: int = number(4, least=1, most=2**16)

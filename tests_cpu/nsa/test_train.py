@@ -58,7 +58,10 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     )
     assert code == 0, errors
     lines = out.splitlines()
-    assert lines.pop(5) == "[train] attention: nsa by the backend cpu (our tiles serve torch.float32 on cpu)"
+    assert (
+        lines.pop(5)
+        == "[train] model: 12 layers, dim 64, nsa attention by the backend cpu (our tiles serve torch.float32 on cpu)"
+    )
     first_batch = lines.pop(6)
     assert re.fullmatch(r"\[train\] first batch after \d+\.\d\d s", first_batch)
     assert lines[:7] == [
