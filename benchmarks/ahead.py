@@ -66,7 +66,7 @@ def compile_one(job: Job) -> None:
             out, q, k, v, *single.sliding_forward(q, k, v, sizes.window, scale), sizes.window, scale
         )
         single.compressed_forward(q, *cmp, *blocked, sizes.select_block, scale)
-        single.compressed_backward(out, q, *cmp, out, lse, *blocked, scale)
+        single.compressed_backward(out, q, *cmp, out, lse, *blocked, sizes.select_block, scale)
         single.selected_forward(q, k, v, chosen, *selection)
         single.selected_backward(out, q, k, v, out, lse, chosen, *selection)
 

@@ -34,6 +34,15 @@ class BucketHook:
         return type(None), ()
 
 
+@functools.cache
+def _options() -> dist.AllreduceOptions:
+    """Return those of a sum that runs while backward does."""
+    options = dist.AllreduceOptions()
+    if hasattr(options, "asyncOp"):  # since torch 2.8
+        options.asyncOp = True
+    return options
+
+
 def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     for listener in state.listeners:
         listener(bucket)
@@ -44,8 +53,9 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
     buffer, n = bucket.buffer(), state.group.size()
     if n > 1:
         buffer = buffer.div_(n) if state.kept_views else buffer.mul_(1.0 / n)
-    work = dist.all_reduce(buffer, group=state.group, async_op=True)
-    assert work is not None
+    work = state.group.allreduce(
+        [buffer], _options()
+    )  # without the checks of `dist.all_reduce`, as DDP itself calls it
     return work.get_future().then(lambda future: future.value()[0])
 
 
