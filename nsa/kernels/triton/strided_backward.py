@@ -153,7 +153,8 @@ def _segment_tile(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+# Where S is a multiple of 16, registers of an H100 hold more of its loops (kernels_compiled.json): another variant for that.
+@triton.jit(do_not_specialize=[name for name in LENGTHS if name != "S"])
 def strided_dkv(
     Q, K, V, GRAD, LSE, DELTA, OUT_K, OUT_V, SEQUENCES, S, N, H, G, BG, WINDOW, SEGMENT, keys, qk, scale,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
