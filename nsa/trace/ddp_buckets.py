@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace import logger
+from nsa.trace.calls.arguments import asynchronous_sum
 
 Listener = Callable[[dist.GradBucket], None]
 
@@ -34,15 +35,6 @@ class BucketHook:
         return type(None), ()
 
 
-@functools.cache
-def _options() -> dist.AllreduceOptions:
-    """Return those of a sum that runs while backward does."""
-    options = dist.AllreduceOptions()
-    if hasattr(options, "asyncOp"):  # since torch 2.8
-        options.asyncOp = True
-    return options
-
-
 def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     for listener in state.listeners:
         listener(bucket)
@@ -53,9 +45,7 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
     buffer, n = bucket.buffer(), state.group.size()
     if n > 1:
         buffer = buffer.div_(n) if state.kept_views else buffer.mul_(1.0 / n)
-    work = state.group.allreduce(
-        [buffer], _options()
-    )  # without the checks of `dist.all_reduce`, as DDP itself calls it
+    work = state.group.allreduce([buffer], asynchronous_sum())  # as DDP calls it, without what `dist.all_reduce` checks
     return work.get_future().then(lambda future: future.value()[0])
 
 
