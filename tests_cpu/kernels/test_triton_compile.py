@@ -203,6 +203,11 @@ def test_rocm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, "ROCm" in why) == ("sdpa", True)
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+def test_a_torch_without_cuda_is_a_reason() -> None:
+    assert explain("auto", torch.bfloat16, torch.device("cuda")) == ("sdpa", "this torch is built without CUDA")
+
+
 def variant(launch: Launch) -> tuple[object, ...]:
     """Return what a compiled kernel is kept by: constants, dtypes, and of whole numbers whether they are 1, or multiples of 16."""
 

@@ -45,6 +45,8 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
         return f"the Triton kernels need an NVIDIA GPU, and the tensors are on {device.type}"
     if device.type == "cuda" and torch.version.hip is not None:
         return "the Triton kernels are for NVIDIA GPUs, and this torch is built for AMD's (ROCm)"
+    if device.type == "cuda" and torch.version.cuda is None:
+        return "this torch is built without CUDA"
     if reason := why_no_triton():
         return reason
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
