@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 
 from nsa.kernels import blocks
-from nsa.kernels.sizes import Sizes
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
 
 Job = tuple[tuple[int, int, int, int], dict[str, int], torch.dtype, int, str, int, int]
@@ -42,8 +41,8 @@ def compile_one(job: Job) -> None:
     """Fill Triton's cache with every ``of``-th kernel that the branches and the whole launch; runs in a process of its own."""
     (H, G, d_k, d_v), sizes, dtype, S, on, part, of = job
     n, n_blocks, scale, seen = (
-        blocks.num_compressed(S, sizes["l"], sizes["d"]),
-        blocks.num_selection(S, sizes["l_sel"]),
+        blocks.num_compressed(S, sizes.compress_block, sizes.compress_stride),
+        blocks.num_selection(S, sizes.select_block),
         d_k**-0.5,
         0,
     )
@@ -59,13 +58,15 @@ def compile_one(job: Job) -> None:
     q, k, v, out = tensor(1, S, H, d_k), tensor(1, S, G, d_k), tensor(1, S, G, d_v), tensor(1, S, H, d_v)
     cmp, gates, lse = (tensor(1, n, G, d_k), tensor(1, n, G, d_v)), tensor(1, S, H, 3), q.new_empty(1, S, H).float()
     chosen = q.new_empty(1, S, G, n_blocks, dtype=torch.bool)
-    selection, blocked = (sizes["l_sel"], min(sizes["n_sel"], n_blocks), scale), (sizes["l"], sizes["d"])
+    selection, blocked = (sizes.select_block, min(sizes.n_select, n_blocks), scale), sizes[:2]
     with compiling(on, is_mine, refused=Exception):  # measuring meets it again, and reports it
-        _, kept = whole.forward(q, cmp, (k, v), (k, v), gates, None, Sizes(**sizes), scale)
-        whole.backward(out, q, cmp, (k, v), (k, v), gates, kept, None, Sizes(**sizes), scale)
-        single.sliding_backward(out, q, k, v, *single.sliding_forward(q, k, v, sizes["w"], scale), sizes["w"], scale)
-        single.compressed_forward(q, *cmp, *blocked, sizes["l_sel"], scale)
-        single.compressed_backward(out, q, *cmp, out, lse, *blocked, scale)
+        _, kept = whole.forward(q, cmp, (k, v), (k, v), gates, None, sizes, scale)
+        whole.backward(out, q, cmp, (k, v), (k, v), gates, kept, None, sizes, scale)
+        single.sliding_backward(
+            out, q, k, v, *single.sliding_forward(q, k, v, sizes.window, scale), sizes.window, scale
+        )
+        single.compressed_forward(q, *cmp, *blocked, sizes.select_block, scale)
+        single.compressed_backward(out, q, *cmp, out, lse, *blocked, sizes.select_block, scale)
         single.selected_forward(q, k, v, chosen, *selection)
         single.selected_backward(out, q, k, v, out, lse, chosen, *selection)
 

@@ -25,11 +25,13 @@ import torch
 from figures import keep, parser_of
 from torch import nn
 
+from nsa.sizes import Sizes
+
 ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = ("nsa", "dense", "masked", "lucidrains")
 LONGEST = {"masked": 2048, "lucidrains": 2048}
 DIM, HEADS, GROUPS, WIDTH = 768, 12, 2, 64
-SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
+SIZES = Sizes()
 
 
 class Dense(nn.Module):
@@ -60,14 +62,14 @@ def build(contender: str) -> nn.Module:
         from native_sparse_attention_pytorch import SparseAttention
 
         return SparseAttention(
-            dim=DIM, dim_head=WIDTH, heads=HEADS, kv_heads=GROUPS, causal=True, sliding_window_size=SIZES["w"],
-            compress_block_size=SIZES["l"], compress_block_sliding_stride=SIZES["d"],
-            selection_block_size=SIZES["l_sel"], num_selected_blocks=SIZES["n_sel"],
+            dim=DIM, dim_head=WIDTH, heads=HEADS, kv_heads=GROUPS, causal=True, sliding_window_size=SIZES.window,
+            compress_block_size=SIZES.compress_block, compress_block_sliding_stride=SIZES.compress_stride,
+            selection_block_size=SIZES.select_block, num_selected_blocks=SIZES.n_select,
         )  # fmt: skip
     from nsa import NSAAttention
 
     backend = "sdpa" if contender == "masked" else "auto"
-    return NSAAttention(DIM, HEADS, GROUPS, WIDTH, WIDTH, **SIZES, backend=backend)
+    return NSAAttention(DIM, HEADS, GROUPS, WIDTH, **SIZES._asdict(), backend=backend)
 
 
 def memory(field: str) -> float:
@@ -141,7 +143,7 @@ def main() -> None:
     }  # fmt: skip
     figures = {
         "forward_and_backward": table, "time_ratio": ratios, "absent": absent,
-        "shape": {"dim": DIM, "heads": HEADS, "groups": GROUPS, "width": WIDTH, **SIZES}, "threads": 1,
+        "shape": {"dim": DIM, "heads": HEADS, "groups": GROUPS, "width": WIDTH, **SIZES._asdict()}, "threads": 1,
         "rounds": arguments.rounds,
     }  # fmt: skip
     keep(figures, arguments.json)

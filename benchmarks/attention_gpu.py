@@ -30,7 +30,7 @@ from ahead import compile_ahead
 from attention_peers import cudnn_nsa, fla, flash_attn, flex, fused
 from figures import environment, parser_of
 
-from nsa import nsa_attention
+from nsa import Sizes, nsa_attention
 from nsa.kernels import blocks, ops
 from nsa.kernels.triton import sequences, support, tiles
 
@@ -45,12 +45,12 @@ AGREEMENT = (0.87, 0.94)  # Jaccard indices of neighbours' picks, as trained mod
 DENSE = ("flash", "cudnn", "flex", "flash_attn")
 FEWEST, PATIENCE_S = 3, 2.0  # fewest calls that are counted; seconds after which no more than these are made
 WARM_UP = 3 if DEVICE == "cuda" else 0  # calls that are not counted
-SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
-OTHER_SIZES = {"blocks of 128": {**SIZES, "l_sel": 128}}  # by shape
+SIZES = Sizes()
+OTHER_SIZES = {"blocks of 128": SIZES._replace(select_block=128)}  # by shape
 Call = Callable[[], Any]
 
 
-def sizes_of(shape: str) -> dict[str, int]:
+def sizes_of(shape: str) -> Sizes:
     """Return block and window sizes of a shape."""
     return OTHER_SIZES.get(shape, SIZES)
 
@@ -107,16 +107,16 @@ def roofline(size: int = 8192) -> dict[str, float]:
 def floors(S: int, shape: str, rates: dict[str, float]) -> dict[str, float]:
     """Return the milliseconds that each branch needs at least, by the roofline; a backward has 2.5 times a forward's products."""
     (H, G, d_k, d_v), sizes = SHAPES[shape], sizes_of(shape)
-    w, chosen = min(S, sizes["w"]), min(S, sizes["n_sel"] * sizes["l_sel"])
+    w, chosen = min(S, sizes.window), min(S, sizes.n_select * sizes.select_block)
     pairs = {
-        "sliding": S * w - w**2 / 2, "compressed": S * S / 2 / sizes["d"], "selected": S * chosen - chosen**2 / 2,
+        "sliding": S * w - w**2 / 2, "compressed": S * S / 2 / sizes.compress_stride, "selected": S * chosen - chosen**2 / 2,
         "dense": S * S / 2,
     }  # fmt: skip
     queries, keys = S * H * (d_k + d_v) * 2, S * G * (d_k + d_v) * 2  # bytes of q and out, and of k and v
     found = {}
     for name, n in pairs.items():
-        read = keys / sizes["d"] if name == "compressed" else keys
-        scores = S * G * (S / sizes["l_sel"]) * 4 if name == "compressed" else 0
+        read = keys / sizes.compress_stride if name == "compressed" else keys
+        scores = S * G * (S / sizes.select_block) * 4 if name == "compressed" else 0
         for way, products, moved in (
             ("forward", 1.0, queries + read + scores),
             ("backward", 2.5, 2 * (queries + read)),
@@ -139,7 +139,7 @@ def both_ways(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -
     return {"forward": only_forward, "both": lambda: torch.autograd.grad(forward(), inputs, grad, allow_unused=True)}
 
 
-def slow_picks(S: int, G: int, n_sel: int, jaccard: float, l_sel: int = SIZES["l_sel"]) -> torch.Tensor:
+def slow_picks(S: int, G: int, n_sel: int, jaccard: float, l_sel: int = SIZES.select_block) -> torch.Tensor:
     """Return a selection, bool [1, S, G, Ns], in which the picks of neighbours have this Jaccard index.
 
     A query picks the first block, the two latest, and others, of which one at a time is drawn again.
@@ -166,8 +166,8 @@ def jaccard_of(chosen: torch.Tensor) -> float:
 def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
     """Return, by name, a forward and the inputs whose gradients are computed."""
     (H, G, d_k, d_v), sizes = SHAPES[shape], sizes_of(shape)
-    n, scale = blocks.num_compressed(S, sizes["l"], sizes["d"]), d_k**-0.5
-    n_sel = min(sizes["n_sel"], blocks.num_selection(S, sizes["l_sel"]))
+    n, scale = blocks.num_compressed(S, sizes.compress_block, sizes.compress_stride), d_k**-0.5
+    n_sel = min(sizes.n_select, blocks.num_selection(S, sizes.select_block))
 
     def leaf(*size: int) -> torch.Tensor:
         return torch.randn(size, device=DEVICE, dtype=DTYPE).requires_grad_()
@@ -175,14 +175,14 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
     q, k, v = leaf(1, S, H, d_k), leaf(1, S, G, d_k), leaf(1, S, G, d_v)
     k_cmp, v_cmp = leaf(1, n, G, d_k), leaf(1, n, G, d_v)
     gates = torch.rand(1, S, H, 3, device=DEVICE, dtype=DTYPE).requires_grad_()
-    blocked = sizes["l"], sizes["d"], sizes["l_sel"], scale, "triton"
+    blocked = sizes.compress_block, sizes.compress_stride, sizes.select_block, scale, "triton"
     with torch.no_grad():
-        chosen = ops.select(ops.compressed(q, k_cmp, v_cmp, *blocked)[2], sizes["l_sel"], n_sel, "triton")
-    selection = sizes["l_sel"], n_sel, scale, "triton"
+        chosen = ops.select(ops.compressed(q, k_cmp, v_cmp, *blocked)[2], sizes.select_block, n_sel, "triton")
+    selection = sizes.select_block, n_sel, scale, "triton"
     selected_by_cudnn = functools.cache(lambda: cudnn_nsa(q.detach(), k.detach(), v.detach(), chosen, scale, sizes))
     alike = {}
     for wanted in AGREEMENT:
-        slow = slow_picks(S, G, n_sel, wanted, sizes["l_sel"])
+        slow = slow_picks(S, G, n_sel, wanted, sizes.select_block)
         name = f"selected at {jaccard_of(slow):.2f}"
 
         def selected(slow: torch.Tensor = slow) -> torch.Tensor:
@@ -190,12 +190,12 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
 
         alike[name] = selected, [q, k, v]
     return {
-        "sliding": (lambda: ops.sliding(q, k, v, sizes["w"], scale, "triton")[0], [q, k, v]),
+        "sliding": (lambda: ops.sliding(q, k, v, sizes.window, scale, "triton")[0], [q, k, v]),
         "compressed": (lambda: ops.compressed(q, k_cmp, v_cmp, *blocked)[0], [q, k_cmp, v_cmp]),
         "selected": (lambda: ops.selected(q, k, v, chosen, *selection)[0], [q, k, v]),
         **alike,
         "nsa": (
-            lambda: nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, **sizes, backend="triton"),
+            lambda: nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, sizes=sizes, backend="triton"),
             [q, k_cmp, v_cmp, k, v, gates],
         ),
         "flash": (lambda: fused("flash", q, k, v, scale), [q, k, v]),
@@ -303,7 +303,7 @@ def main() -> None:
     rates = roofline(256 if arguments.dry_run else 8192)
     figures: dict[str, Any] = {
         **environment(), "cuda": torch.version.cuda, "triton": triton.__version__, "roofline": rates,
-        "sizes": {"": SIZES, **OTHER_SIZES}, "parts_mib": sequences.PARTS >> 20,
+        "sizes": {name: sizes._asdict() for name, sizes in {"": SIZES, **OTHER_SIZES}.items()}, "parts_mib": sequences.PARTS >> 20,
         "tiles": tiles.measured(tiles.capability(torch.device(DEVICE))), "shapes": {},
     }  # fmt: skip
     if DEVICE == "cuda":

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa.kernels.triton import support
+from nsa.sizes import Sizes
 
 
 def fused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -56,7 +57,7 @@ def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 
 def fla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, scale: float, sizes: dict[str, int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, scale: float, sizes: Sizes
 ) -> torch.Tensor:
     """Compute fla's NSA: one K and V for all branches, means as compression, blocks of l' tokens that do not overlap.
 
@@ -71,14 +72,14 @@ def fla(
         gates = F.pad(gates.unflatten(2, (G, H // G)), (0, 0, 0, missing)).flatten(2, 3)
     each = [gate.contiguous() for gate in gates.unbind(-1)]
     out: torch.Tensor = parallel_nsa(
-        q, k, v, g_cmp=each[0], g_slc=each[1], g_swa=each[2], block_counts=sizes["n_sel"], block_size=sizes["l_sel"],
-        window_size=sizes["w"] if support.is_installed("flash_attn") else 0, scale=scale,
+        q, k, v, g_cmp=each[0], g_slc=each[1], g_swa=each[2], block_counts=sizes.n_select, block_size=sizes.select_block,
+        window_size=sizes.window if support.is_installed("flash_attn") else 0, scale=scale,
     )  # fmt: skip
     return out
 
 
 def cudnn_nsa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, scale: float, sizes: dict[str, int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, scale: float, sizes: Sizes
 ) -> Callable[[], torch.Tensor]:
     """Return a call of the selected branch alone by the package nvidia-cudnn-frontend (experimental, forward only).
 
@@ -86,7 +87,7 @@ def cudnn_nsa(
     """
     from cudnn import NSA
 
-    n_sel, n_blocks = min(sizes["n_sel"], chosen.shape[-1]), chosen.shape[-1]
+    n_sel, n_blocks = min(sizes.n_select, chosen.shape[-1]), chosen.shape[-1]
     counts = chosen[0].sum(-1, dtype=torch.int32)
     numbers = torch.arange(n_blocks, device=q.device, dtype=torch.int32)
     picks = torch.where(chosen[0], numbers, n_blocks).sort(-1).values[..., :n_sel]
@@ -95,7 +96,7 @@ def cudnn_nsa(
 
     def run() -> torch.Tensor:
         out: torch.Tensor = NSA.selection_attention_wrapper(
-            q[0], k[0], v[0], picks, counts, ends, ends, block_size=sizes["l_sel"], scale_softmax=scale, max_s_q=q.shape[1],
+            q[0], k[0], v[0], picks, counts, ends, ends, block_size=sizes.select_block, scale_softmax=scale, max_s_q=q.shape[1],
             max_s_k=q.shape[1], is_causal=True,
         )["o_tensor"]  # fmt: skip
         return out

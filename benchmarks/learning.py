@@ -1,22 +1,23 @@
-"""Whether the model learns: with NSA and with dense attention on prose, and with NSA and with its window alone on copying.
+"""Whether the model learns: NSA and dense attention on prose and on code, and NSA and its window alone on copying.
 
-    python benchmarks/learning.py --json benchmarks/results/learning.json
+    python benchmarks/learning.py --tokens 5e6 --json benchmarks/results/learning.json
 
-Prose: the shipped text, `--steps` steps of configs/tiny_cpu.yaml, three seeds; compared is the mean loss of the last tenth.
-Copying: a random sequence and then the same again, 64 tokens later, so far back that a window of 16 tokens in two layers does
-not reach it; compared is the loss on the second half. Each training is a process of its own.
+Prose: the shipped text. Code: the standard library of this Python. Every tenth document is held out, and its loss is compared, of
+models with as many parameters; by seed, each training a process of `nsa.train` with one thread. What the file has already is not
+trained again, so that a run that was stopped goes on. Copying (``--copy-steps``): a random sequence and then the same again, 64
+tokens later, so far back that a window of 16 tokens in two layers does not reach it; compared is the loss on the second half.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import math
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,80 @@ from figures import keep, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY = {
-    "model.n_layers": 2, "model.w": 16, "model.l": 8, "model.d": 4, "model.l_sel": 8, "model.n_sel": 4, "train.seq_len": 127,
+    "model.n_layers": 2, "model.window": 16, "model.compress_block": 8, "model.compress_stride": 4,
+    "model.select_block": 8, "model.n_select": 4, "train.seq_len": 127,
     "train.batch_size": 16, "train.lr": 2e-3, "model.vocab_size": 256,
 }  # fmt: skip
-TRAININGS: dict[str, dict[str, dict[str, Any]]] = {
-    "prose": {"nsa": {}, "dense": {"model.attention": "dense"}},
-    "copy": {"nsa": COPY, "window": {**COPY, "model.force_branch": "win"}},
-}
+COPYING: dict[str, dict[str, Any]] = {"nsa": COPY, "window": {**COPY, "model.force_branch": "win"}}
+SEQ_LEN, BATCH = 512, 8
+SHAPE = {
+    "model.dim": 96, "model.n_layers": 4, "model.n_heads": 8, "model.n_kv_heads": 2, "model.head_dim": 16, "model.v_head_dim": 16,
+    "model.compress_block": 16, "model.compress_stride": 8, "model.select_block": 32, "model.n_select": 4, "model.window": 64,
+    "model.gate_hidden": 24, "train.seq_len": SEQ_LEN, "train.batch_size": BATCH, "train.lr": 3e-3, "train.min_lr": 3e-4,
+    "train.warmup_steps": 50, "train.gradient_checkpointing": "false", "train.threads": 1, "trace.stats_every": 0,
+    "data.shuffle": "true", "data.validation_samples": 128, "data.validate_every": 50, "data.workers": 0,
+}  # fmt: skip
+# As many parameters: a dense layer has fewer projections, and no gate.
+MODELS = {"nsa": {"model.mlp_hidden": 256}, "dense": {"model.attention": "dense", "model.mlp_hidden": 310}}
 
 
-def train(task: str, way: str, seed: int, steps: int) -> list[float]:
-    """Return the loss of each step; for copying, that of the second half."""
+def documents(task: str) -> list[str]:
+    """Return the texts of a corpus."""
+    if task == "prose":
+        import pyarrow.parquet as parquet
+
+        return list(parquet.read_table(ROOT / "examples" / "data" / "kjv.parquet")["text"].to_pylist())
+    sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    sources = [path for path in sources if not {"site-packages", "test", "tests"} & set(path.parts)]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in sources]
+
+
+def write_corpora(folder: Path) -> None:
+    """Write the documents of each task, every tenth to another file."""
+    for task in ("prose", "code"):
+        texts = [text for text in documents(task) if text.strip()]
+        for name, some in (("held", texts[::10]), ("train", [t for i, t in enumerate(texts) if i % 10])):
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in some)
+            (folder / f"{task}_{name}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def train(corpora: Path, task: str, model: str, seed: int, tokens: int) -> dict[str, Any]:
+    """Return the held-out losses of a training by step, and its tokens per second."""
+    settings = {**SHAPE, **MODELS[model], "train.seed": seed, "data.validation": corpora / f"{task}_held.jsonl"}
+    steps = tokens // (SEQ_LEN * BATCH)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "nsa.train", "--config", str(ROOT / "configs" / "tiny_cpu.yaml"), "--out", folder,
+            "--dataset", str(corpora / f"{task}_train.jsonl"), "--steps", str(steps),
+        ]  # fmt: skip
+        command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    held = {line["step"]: round(line["validation_loss"], 4) for line in lines if "validation_loss" in line}
+    return {
+        "steps": steps,
+        "held_out": held,
+        "tokens_per_s": round(statistics.median(x["tokens_per_s"] for x in lines)),
+    }
+
+
+def train_copying(way: str, seed: int, steps: int) -> list[float]:
+    """Return the loss of each step on the second half."""
     from nsa.config import load_config
     from nsa.data import Position, batches, open_source
     from nsa.training.parallel import RankInfo
     from nsa.training.trainer import Trainer
 
     torch.set_num_threads(1)
-    dataset = "fineweb_edu" if task == "prose" else "copy"
     overrides = {
-        "data.dataset": dataset, "train.steps": steps, "train.seed": seed, "train.gradient_checkpointing": False,
-        "trace.stats_every": steps, **TRAININGS[task][way],
+        "data.dataset": "copy", "train.steps": steps, "train.seed": seed, "train.gradient_checkpointing": False,
+        "trace.stats_every": steps, **COPYING[way],
     }  # fmt: skip
     config = load_config(ROOT / "configs" / "tiny_cpu.yaml", **overrides)
     losses = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, RankInfo(), Path(folder))
-        if task == "copy":
-            trainer.loss = lambda batch: _second_half(trainer, batch)  # type: ignore[method-assign]
+        trainer.loss = lambda batch: _second_half(trainer, batch)  # type: ignore[method-assign]
         data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
         for _ in range(steps):
             trainer.step([next(data)])
@@ -67,48 +114,28 @@ def _second_half(trainer: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.tokens[:, half:].flatten())
 
 
-def apart(task: str, way: str, seed: int, steps: int) -> list[float]:
-    """Run `train` in a process of its own."""
-    command = [sys.executable, __file__, "--one", task, way, str(seed), str(steps)]
-    return list(json.loads(subprocess.run(command, text=True, capture_output=True, check=True, cwd=ROOT).stdout))
-
-
 def main() -> None:
-    """Train, print, keep."""
+    """Train what is not there yet, print, keep."""
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=400, help="of prose (default: 400)")
-    parser.add_argument("--copy-steps", type=int, default=1000, help="of copying (default: 1000)")
+    parser.add_argument("--tokens", type=float, default=5e6, help="of each training (default: 5e6)")
+    parser.add_argument("--copy-steps", type=int, default=0, help="of copying (default: 0)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default: 2)")
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        task, way, seed, steps = arguments.one
-        print(json.dumps(train(task, way, int(seed), int(steps))))
-        return
-    steps = {"prose": arguments.steps, "copy": arguments.copy_steps}
-    jobs = [
-        (t, way, seed, steps[t]) for t, ways in TRAININGS.items() for seed in range(arguments.seeds) for way in ways
-    ]
-    with ThreadPoolExecutor(arguments.workers) as pool:
-        found = dict(zip(jobs, pool.map(lambda job: apart(*job), jobs), strict=True))
-    curves = {
-        t: {way: [found[t, way, seed, steps[t]] for seed in range(arguments.seeds)] for way in ways}
-        for t, ways in TRAININGS.items()
-    }
-    last = {
-        t: {way: [statistics.fmean(losses[-len(losses) // 10 :]) for losses in runs] for way, runs in ways.items()}
-        for t, ways in curves.items()
-    }
-    prose, copied = last["prose"], last["copy"]
-    ratios = [a / b for a, b in zip(prose["nsa"], prose["dense"], strict=True)]
-    keep(
-        {
-            "prose": {"steps": steps["prose"], "last_tenth": prose, "nsa_over_dense": ratios},
-            "copy": {"steps": steps["copy"], "last_tenth": copied, "chance": math.log(256)},
-        },
-        arguments.json,
-    )
+    path = arguments.json
+    found = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    tokens, runs = int(arguments.tokens), found.get("trainings", {})
+    with tempfile.TemporaryDirectory() as folder:
+        write_corpora(Path(folder))
+        for seed, task, model in itertools.product(range(arguments.seeds), ("prose", "code"), MODELS):
+            name = f"{task}, {model}, {tokens} tokens, seed {seed}"
+            if name not in runs:
+                runs[name] = train(Path(folder), task, model, seed, tokens)
+                keep({**found, "shape": SHAPE, "models": MODELS, "trainings": runs}, path)
+    if arguments.copy_steps:
+        curves = {w: [train_copying(w, seed, arguments.copy_steps) for seed in range(arguments.seeds)] for w in COPYING}
+        last = {way: [statistics.fmean(x[-len(x) // 10 :]) for x in some] for way, some in curves.items()}
+        copied = {"steps": arguments.copy_steps, "last_tenth": last, "chance": math.log(256)}
+        keep({**found, "trainings": runs, "copy": copied}, path)
 
 
 if __name__ == "__main__":

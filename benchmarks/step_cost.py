@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,26 +25,32 @@ from figures import keep, parser_of
 from torch.nn.parallel import DistributedDataParallel
 
 WARM, PAIRS = 50, 400
-CASES = (
+CASES: tuple[dict[str, Any], ...] = (
     {"modules": 1, "ddp": False, "light": False},
     {"modules": 13, "ddp": False, "light": False},
     {"modules": 52, "ddp": False, "light": False},
     {"modules": 13, "ddp": True, "light": False},
     {"modules": 13, "ddp": True, "light": True},
+    # Nine linear layers of 256 and eight ReLU, a batch of 64, two ranks: a small but real step.
+    {"modules": 17, "ddp": True, "light": False, "width": 256, "ranks": 2},
+    {"modules": 17, "ddp": True, "light": True, "width": 256, "ranks": 2},
 )
 
 
-def step_cost(modules: int, *, ddp: bool) -> dict[str, float]:
+def step_cost(modules: int, *, ddp: bool, width: int = 8) -> dict[str, float]:
     """Return the microseconds that tracing adds to a step, and a bare step's."""
     from nsa.trace.session import installed
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(modules)))
+        layers = [
+            torch.nn.Linear(width, width) if width == 8 or i % 2 == 0 else torch.nn.ReLU() for i in range(modules)
+        ]
+        model: torch.nn.Module = torch.nn.Sequential(*layers)
         model = DistributedDataParallel(model) if ddp else model
         return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
     bare, untraced = (torch.nn.Module.__call__, torch.autograd.backward), make()
-    x = torch.randn(4, 8)
+    x = torch.randn(64 if width > 8 else 4, width)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
         began = time.thread_time()
@@ -97,27 +104,30 @@ def main() -> None:
     """Measure each case in a process of its own, print, keep."""
     parser = parser_of(__doc__)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--at", nargs=2, default=("0", ""), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
         torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory() as folder:
-            dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-            case = CASES[arguments.case] if arguments.case < len(CASES) else None
-            print(
-                json.dumps(
-                    collective_cost() if case is None else step_cost(int(case["modules"]), ddp=bool(case["ddp"]))
-                )
-            )
+        case, rank, store = dict(CASES[arguments.case]) if arguments.case < len(CASES) else {}, *arguments.at
+        ranks = case.get("ranks", 1)
+        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=int(rank), world_size=ranks)
+        found = step_cost(case["modules"], ddp=case["ddp"], width=case.get("width", 8)) if case else collective_cost()
+        print(json.dumps(found))
         return
     found = []
     for number in range(len(CASES) + 1):
         case = dict(CASES[number]) if number < len(CASES) else {"collective": True}
-        level = "light" if case.get("light") else "full"
-        done = subprocess.run(
-            [sys.executable, __file__, "--case", str(number)], text=True, capture_output=True, check=True,
-            env={**os.environ, "NSA_TRACE_LEVEL": level},
-        )  # fmt: skip
-        found.append({**case, **json.loads(done.stdout.splitlines()[-1])})
+        environment = {**os.environ, "NSA_TRACE_LEVEL": "light" if case.get("light") else "full"}
+        with tempfile.TemporaryDirectory() as folder:
+            started = [
+                subprocess.Popen(
+                    [sys.executable, __file__, "--case", str(number), "--at", str(rank), f"{folder}/store"],
+                    text=True, stdout=subprocess.PIPE, env=environment,
+                )
+                for rank in range(case.get("ranks", 1))
+            ]  # fmt: skip
+            printed = [process.communicate()[0] for process in started]
+        found.append({**case, **json.loads(printed[0].splitlines()[-1])})
     keep({"cases": found, "pairs": PAIRS}, arguments.json)
 
 

@@ -27,7 +27,6 @@ from ahead import compiling
 from attention_gpu import DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, timed
 
 from nsa.kernels import blocks
-from nsa.kernels.sizes import Sizes
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, tiles, whole
 from nsa.kernels.triton.tiles import Tile
 
@@ -49,14 +48,14 @@ Call = Callable[[], Any]
 def whole_call(shape: str, S: int, device: str) -> Call:
     """Return a call of a forward and its backward, whose results are compared; on 'meta' nothing is computed."""
     H, G, d_k, d_v = SHAPES[shape]
-    n = blocks.num_compressed(S, SIZES["l"], SIZES["d"])
+    n = blocks.num_compressed(S, SIZES.compress_block, SIZES.compress_stride)
 
     def tensor(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=DTYPE)
 
     pairs = [(tensor(1, m, G, d_k), tensor(1, m, G, d_v)) for m in (n, S, S)]
     q, gates, grad = tensor(1, S, H, d_k), tensor(1, S, H, 3).abs(), tensor(1, S, H, d_v)
-    sizes, scale = Sizes(*SIZES.values()), d_k**-0.5
+    sizes, scale = SIZES, d_k**-0.5
 
     def run() -> list[torch.Tensor]:
         out, kept = whole.forward(q, *pairs, gates, None, sizes, scale)

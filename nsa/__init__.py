@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nsa.model.attention import NSAAttention
     from nsa.model.decoding import KVCache
     from nsa.model.transformer import NSATransformer, build_model
+    from nsa.sizes import Sizes
 
 _WHERE = {
     "Config": "nsa.config",
@@ -24,6 +25,7 @@ _WHERE = {
     "KVCache": "nsa.model.decoding",
     "NSAAttention": "nsa.model.attention",
     "NSATransformer": "nsa.model.transformer",
+    "Sizes": "nsa.sizes",
     "build_model": "nsa.model.transformer",
     "compress": "nsa.kernels.compression",
     "nsa_attention": "nsa.kernels.dispatch",
@@ -38,6 +40,7 @@ __all__ = [
     "KVCache",
     "NSAAttention",
     "NSATransformer",
+    "Sizes",
     "build_model",
     "compress",
     "explain",

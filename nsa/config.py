@@ -1,38 +1,48 @@
 """Configuration: strict YAML into the dataclasses of `nsa.sections`, and the one place that reads ``NSA_*`` variables.
 
-Precedence, lowest first: the defaults there, the YAML file, environment variables, explicit overrides.
+Precedence, lowest first: the defaults there, the YAML file, environment variables, explicit overrides. All four are read as text:
+a field's type decides what its text means, so that 6:12 is no number to the base 60, and 1e-4 is one.
 Nothing here imports torch, so that a bad value is refused before anything expensive starts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import difflib
+import functools
 import os
-from collections.abc import Mapping
+import reprlib
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range, shown, switch
-from nsa.sections import BRANCHES, SECTIONS, Branch, Config, ModelConfig, ParallelConfig
+from nsa.sections import SECTIONS, Config, ModelConfig, ParallelConfig
+from nsa.sizes import check_sizes
 from nsa.trace import job_folders
-from nsa.validate import check_model, validate
 
-__all__ = [
-    "BRANCHES",
-    "Branch",
-    "Config",
-    "ConfigError",
-    "ModelConfig",
-    "ParallelConfig",
-    "load_config",
-    "parse_layer_range",
-    "validate",
-]
+__all__ = ["Config", "ConfigError", "ModelConfig", "ParallelConfig", "load_config"]
 
 MOST_TEXT = 256 << 10  # bytes of a configuration
 MOST_PROBLEM = 200  # characters of what is wrong with it
+MOST_SHOWN = 80  # characters of a value
+MOST_WHOLE = 2**63  # which torch's whole numbers are below
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+Values = dict[str, dict[str, Any]]  # by section and field
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message is one line: what, its value, and the right form.
+
+    Characters that a terminal would obey are replaced: a message may quote a damaged file.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else "?" for c in message))
+
 
 # What safe mode sets: conservative kernels, no gradient through the gates, and DDP in its plainest form.
 SAFE: dict[str, dict[str, Any]] = {
@@ -89,30 +99,42 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
         raise ConfigError(f"{where}: {error.strerror or error}; {example}") from None
     if len(data) > MOST_TEXT:
         raise ConfigError(f"{where}: has more than {MOST_TEXT >> 10} KiB; give a YAML file")
-    tree = _parse(text, where)
-    if tree is None:
-        tree = {}
+    tree = _parse(text, where) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{where}: must hold sections ({', '.join(SECTIONS)}), got {type(tree).__name__}")
-    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    values: Values = {name: {} for name in SECTIONS}
     _merge_tree(values, tree, where)
     # The path is relative to the file that names it, so that it holds wherever the program is started.
-    if values["data"].get("path"):
-        values["data"]["path"] = os.path.normpath(file.parent / values["data"]["path"])
+    for key in ("path", "validation"):
+        if values["data"].get(key):
+            values["data"][key] = os.path.normpath(file.parent / values["data"][key])
     _merge_environment(values, os.environ)
     _merge_overrides(values, overrides)
-    return _build(values, str(path))
+    if values["parallel"].get("safe"):
+        for section, fields in SAFE.items():
+            values[section].update(fields)
+    config = Config(source=str(path), **{name: cls(**values[name]) for name, cls in SECTIONS.items()})
+    check_model(config.model)
+    _check_training(config)
+    return config
 
 
 def _parse(text: str, where: str) -> Any:
+    """Return a YAML text as mappings, lists and texts. ConfigError also for a key that is there twice."""
     import yaml
 
-    from nsa import yaml_text
+    class Loader(yaml.BaseLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise yaml.YAMLError(f"the key {key[:MOST_SHOWN]!r} is there twice{node.start_mark}")
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
 
     try:
-        return yaml_text.parse(text)
-    except (yaml.YAMLError, ValueError) as error:
-        # ValueError: a date that there is not, a number of thousands of digits.
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())[:MOST_PROBLEM]}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply; a configuration has sections, and keys in them") from None
@@ -125,27 +147,19 @@ def as_yaml(config: Config) -> str:
     tree = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
     if config.train.gc_range is not None:
         tree["train"]["gc_range"] = "{}:{}".format(*config.train.gc_range)
-    if config.data.path is not None:
-        tree["data"]["path"] = os.path.abspath(config.data.path)
+    for key in ("path", "validation"):
+        if tree["data"][key] is not None:
+            tree["data"][key] = os.path.abspath(tree["data"][key])
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def model_config(entries: Any, where: str) -> ModelConfig:
     """Return the model of a section's keys and values, each checked. Raises ConfigError."""
-    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    values: Values = {name: {} for name in SECTIONS}
     _merge_tree(values, {"model": entries}, where)
     shape = ModelConfig(**values["model"])
     check_model(shape)
     return shape
-
-
-def value_of(text: str, where: str) -> Any:
-    """Return what YAML reads ``text`` as; numbers such as 3e-4, which YAML 1.1 takes for text, too. Raises ConfigError."""
-    value = _parse(text, where)
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    return value
 
 
 def environment_help() -> str:
@@ -154,44 +168,40 @@ def environment_help() -> str:
     return "\n".join(f"  {f'{name}={v.form}':<{width}}  {v.effect}" for name, v in VARIABLES.items())
 
 
-def config_path_from_environment() -> str | None:
-    """Return the value of ``CONFIG``, if set."""
-    return os.environ.get("CONFIG") or None
-
-
 def unknown_variables() -> list[str]:
     """Return a warning for each ``NSA_*`` variable that is not read: usually a typing error."""
     # pytest-nsa sets its own in a program that a test starts.
     known = {*VARIABLES, job_folders.FOLDER, job_folders.HOST}
     unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in known)
-    return [f"{name} is not a variable of this program{did_you_mean(name, VARIABLES)}" for name in unknown]
+    return [f"{name} is not a variable of this program{_did_you_mean(name, VARIABLES)}" for name in unknown]
 
 
-def _merge_tree(values: dict[str, dict[str, Any]], tree: Mapping[str, Any], where: str) -> None:
+# --- from the four sources to fields ----------------------------------------------------------------------------------
+
+
+def _merge_tree(values: Values, tree: Mapping[str, Any], where: str) -> None:
     for section, entries in tree.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{where}: unknown section {shown(section)}{did_you_mean(str(section), SECTIONS)}")
+            raise ConfigError(f"{where}: unknown section {shown(section)}{_did_you_mean(str(section), SECTIONS)}")
         if not isinstance(entries, Mapping):
             raise ConfigError(f"{where}: section {section!r} must hold key: value pairs, got {shown(entries)}")
-        names = field_names(SECTIONS[section])
+        names = [f.name for f in dataclasses.fields(SECTIONS[section])]
         for key, value in entries.items():
             if key not in names:
-                raise ConfigError(f"{where}: unknown key {section}.{key}{did_you_mean(str(key), names)}")
-            values[section][key] = convert(SECTIONS[section], key, value, f"{where}: {section}.{key}")
+                raise ConfigError(f"{where}: unknown key {section}.{key}{_did_you_mean(str(key), names)}")
+            values[section][key] = convert(section, key, value, f"{where}: {section}.{key}")
 
 
-def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, str]) -> None:
+def _merge_environment(values: Values, environ: Mapping[str, str]) -> None:
     for name, variable in VARIABLES.items():
         text = environ.get(name, "")
         if text == "":
             continue
         if name == "NSA_USE_FA2":
             values["model"].update(_use_flash(text, values["model"].get("backend")))
-            continue
-        if not variable.target:
-            continue
-        section, key = variable.target.split(".")
-        values[section][key] = convert(SECTIONS[section], key, text, f"{name}={shown(text)}", from_text=True)
+        elif variable.target:
+            section, key = variable.target.split(".")
+            values[section][key] = convert(section, key, text, f"{name}={shown(text)}")
         if name == "NSA_GC_RANGE":
             values["train"]["gradient_checkpointing"] = True
 
@@ -207,11 +217,11 @@ def _use_flash(text: str, backend: str | None) -> dict[str, Any]:
     return {"backend": "flash"}
 
 
-def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, Any]) -> None:
+def _merge_overrides(values: Values, overrides: Mapping[str, Any]) -> None:
     owners: dict[str, list[str]] = {}
     for section, cls in SECTIONS.items():
-        for key in field_names(cls):
-            owners.setdefault(key, []).append(section)
+        for field in dataclasses.fields(cls):
+            owners.setdefault(field.name, []).append(section)
     for name, value in overrides.items():
         if name in SECTIONS:
             _merge_tree(values, {name: value}, "override")
@@ -222,19 +232,164 @@ def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, 
             those = " or ".join(f"{holder}.{key}" for holder in holders)
             raise ConfigError(f"override: {key!r} is a key of several sections; give {those}")
         section = section or next(iter(holders), "")
-        if section not in SECTIONS or key not in field_names(SECTIONS[section]):
+        if section not in holders:
             known = [f"{holder}.{field}" for field, found in owners.items() for holder in found]
-            hint = did_you_mean(
-                f"{holders[0]}.{key}" if "." in name and holders else name, known if "." in name else owners
-            )
-            raise ConfigError(f"override: unknown key {name!r}{hint}")
-        values[section][key] = convert(SECTIONS[section], key, value, f"override {name}={shown(value)}")
+            near = f"{holders[0]}.{key}" if holders else name
+            raise ConfigError(f"override: unknown key {name!r}{_did_you_mean(near, known if '.' in name else owners)}")
+        values[section][key] = convert(section, key, value, f"override {name}={shown(value)}")
 
 
-def _build(values: dict[str, dict[str, Any]], source: str) -> Config:
-    if values["parallel"].get("safe"):
-        for section, fields in SAFE.items():
-            values[section].update(fields)
-    config = Config(source=source, **{name: cls(**values[name]) for name, cls in SECTIONS.items()})
-    validate(config)
-    return config
+def convert(section: str, key: str, value: Any, where: str) -> Any:
+    """Return a text, or a value of Python, as a field's type and within its limits. Raises ConfigError."""
+    kinds, limits = _field(section, key)
+    text = _as_text(value)
+    if text in ("null", "~", "None") and type(None) in kinds:
+        return None
+    kind = next(k for k in kinds if k is not type(None))
+    if typing.get_origin(kind) is Literal:
+        for choice in typing.get_args(kind):
+            if str(choice) == text:
+                return choice
+        choices = ", ".join(map(str, typing.get_args(kind)))
+        raise _refusal(where, f"must be one of {choices}", value)
+    if typing.get_origin(kind) is tuple:
+        return _layers(text, value, where)
+    if kind is bool:
+        return switch(text, where)
+    if kind in (int, float):
+        return _number(kind, text, value, where, limits)
+    if not text:
+        raise _refusal(where, "must be text, and not empty", value)
+    return text
+
+
+@functools.cache
+def _field(section: str, key: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the types that a field may have, and its limits."""
+    kind = _types(section)[key]
+    (field,) = (f for f in dataclasses.fields(SECTIONS[section]) if f.name == key)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    return typing.get_args(kind) if is_union else (kind,), field.metadata
+
+
+@functools.cache
+def _types(section: str) -> dict[str, Any]:
+    return typing.get_type_hints(SECTIONS[section])
+
+
+def _as_text(value: Any) -> str:
+    """Return a value of Python as YAML has it; '' for one that no field takes."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple) and len(value) == 2:
+        return f"{value[0]}:{value[1]}"
+    return str(value) if value is None or isinstance(value, bool | int | float) else ""
+
+
+def switch(text: str, where: str) -> bool:
+    """Return what a text switches, in any case; ConfigError for another text."""
+    if text.lower() in (*ON, *OFF):
+        return text.lower() in ON
+    raise ConfigError(f"{where}: must be 0 or 1 (or true, yes, on; false, no, off)")
+
+
+def _layers(text: str, value: Any, where: str) -> tuple[int, int]:
+    """Return 'start:end', half open, as numbers."""
+    start, colon, end = text.partition(":")
+    if not colon or not start.strip().isdecimal() or not end.strip().isdecimal():
+        raise _refusal(where, "must be start:end in whole layers, as in '0:6' (layers 0 to 5)", value)
+    if int(start) >= int(end):
+        raise _refusal(where, "the range must go up, as in '0:6' (layers 0 to 5)", value)
+    return int(start), int(end)
+
+
+def _number(kind: type, text: str, value: Any, where: str, limits: Mapping[str, Any]) -> int | float:
+    try:
+        found: int | float = int(text, 0) if kind is int else float(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise _refusal(where, f"must be {what}", value) from None
+    if not abs(found) <= sys.float_info.max:
+        raise _refusal(where, "must be a finite number", value)
+    least, above, most = (limits.get(name) for name in ("least", "above", "most"))
+    if above is not None and found <= above:
+        raise _refusal(where, f"must be more than {above}", value)
+    if above is None and least is not None and found < least:
+        raise _refusal(where, f"must be {f'at least {least}' if least else '0 or more'}", value)
+    if most is not None and found > most:
+        raise _refusal(where, f"must be at most {most:g}", value)
+    if kind is int and found >= MOST_WHOLE:
+        raise _refusal(where, "must be below 2**63", value)
+    return found
+
+
+def _refusal(where: str, wanted: str, value: Any) -> ConfigError:
+    return ConfigError(f"{where}: {wanted}, got {shown(value)}")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+_LIMITS = reprlib.Repr()
+_LIMITS.maxstring = _LIMITS.maxother = MOST_SHOWN
+
+
+def shown(value: Any) -> str:
+    """Return ``repr(value)`` for a message, 80 characters at most: what a file holds may be of any size."""
+    text = _LIMITS.repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+# --- what fields must be to each other --------------------------------------------------------------------------------
+
+
+def check_model(m: ModelConfig) -> None:
+    """Check a model's shape. Raises ConfigError naming the field."""
+    if m.n_heads % m.n_kv_heads:
+        raise ConfigError(f"model.n_heads={m.n_heads}: must be a multiple of n_kv_heads={m.n_kv_heads}")
+    if m.head_dim % 2:
+        raise ConfigError(f"model.head_dim={m.head_dim}: must be even (rotary position embedding)")
+    try:
+        check_sizes(**m.sizes._asdict())
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+
+
+def _check_training(config: Config) -> None:
+    """Check what the fields of a training must be to each other, and to the model."""
+    t, data, m = config.train, config.data, config.model
+    if t.min_lr > t.lr:
+        raise ConfigError(f"train.min_lr={t.min_lr:g}: must not exceed train.lr={t.lr:g}, from which it is reached")
+    if t.seq_len < m.compress_block:
+        raise ConfigError(
+            f"train.seq_len={t.seq_len}: shorter than one compression block (model.compress_block={m.compress_block})"
+        )
+    if t.gc_reentrant and t.gc_keep_selection:
+        raise ConfigError("train.gc_keep_selection: needs non-reentrant checkpointing; set train.gc_reentrant: false")
+    if t.gc_range is not None and t.gc_range[1] > m.n_layers:
+        given = "{}:{}".format(*t.gc_range)
+        raise ConfigError(
+            f"gc_range({given!r}): the model has {m.n_layers} layers; the largest range is '0:{m.n_layers}'"
+        )
+    against = (
+        (config.parallel.mode == "fsdp", "parallel.mode: fsdp, whose units are gathered one by one"),
+        (t.gradient_checkpointing and t.gc_reentrant, "train.gc_reentrant"),
+        (data.boundaries, "data.boundaries, whose documents differ in number and length from batch to batch"),
+        (config.trace.module_bwd, "NSA_TRACE_MODULE_BWD, whose hooks a graph cannot hold"),
+    )
+    for holds, what in against:
+        if t.compile == "step" and holds:
+            raise ConfigError(f"train.compile='step': is not possible with {what}; use blocks")
+    uncaptured = (
+        (t.compile != "step", f"train.compile: {t.compile}; set it to step"),
+        (config.parallel.mode == "ddp", "parallel.mode: ddp, which reduces gradients while backward runs; use average"),
+        (
+            t.accumulation > 1,
+            f"train.accumulation={t.accumulation}: a replay writes over the gradients of the one before",
+        ),
+    )
+    for holds, what in uncaptured:
+        if t.cuda_graph and holds:
+            raise ConfigError(f"train.cuda_graph: is not possible with {what}")

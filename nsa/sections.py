@@ -1,42 +1,54 @@
-"""The sections of a configuration, as frozen dataclasses: fields, types and defaults."""
+"""The sections of a configuration, as frozen dataclasses: fields, types, defaults and limits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
-Branch = Literal["cmp", "sel", "win"]
-BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
+from nsa.sizes import Branch, Sizes
+
+_Number = TypeVar("_Number", int, float)
+
+
+def number(default: _Number, *, least: float = 0, above: float | None = None, most: float | None = None) -> _Number:
+    """Return a field that must be at least ``least``, or more than ``above``, and at most ``most``."""
+    found: _Number = field(default=default, metadata={"least": least, "above": above, "most": most})
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of the transformer. Sizes are in elements; l, d, l_sel and w are in tokens (paper: l, d, l', w). ``rope_theta`` is the
-    base of the rotary frequencies, rope_theta^(-2i/d_k); ``norm_eps`` is added to the mean square in every norm.
+    """Shape of the transformer. Blocks, stride and window are in tokens (`nsa.Sizes`). ``rope_theta`` is the base of the rotary
+    frequencies, rope_theta^(-2i/head_dim); ``norm_eps`` is added to the mean square in every norm.
     """
 
-    vocab_size: int = 256
-    dim: int = 768
-    n_layers: int = 12
-    n_heads: int = 12
-    n_kv_heads: int = 2
-    d_k: int = 64
-    d_v: int = 64
-    l: int = 32
-    d: int = 16
-    l_sel: int = 64
-    n_sel: int = 16
-    w: int = 512
+    vocab_size: int = number(256, least=256)  # bytes are tokens
+    dim: int = number(768, least=1)
+    n_layers: int = number(12, least=1)
+    n_heads: int = number(12, least=1)
+    n_kv_heads: int = number(2, least=1)
+    head_dim: int = number(64, least=1)
+    v_head_dim: int = number(64, least=1)
+    compress_block: int = 32
+    compress_stride: int = 16
+    select_block: int = 64
+    n_select: int = 16
+    window: int = 512
     compression: Literal["mean", "mlp"] = "mean"
     mlp: Literal["swiglu", "gelu"] = "swiglu"
-    mlp_hidden: int = 3712
-    gate_hidden: int = 192
+    mlp_hidden: int = number(3712, least=1)
+    gate_hidden: int = number(192, least=1)
     attention: Literal["nsa", "dense"] = "nsa"
     backend: Literal["auto", "reference", "sdpa", "math", "cpu", "triton", "flash"] = "auto"
     force_branch: Branch | None = None
     stop_gate_gradient: bool = False
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
+    rope_theta: float = number(10000.0, above=0)
+    norm_eps: float = number(1e-6, above=0)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of its attention."""
+        return Sizes(self.compress_block, self.compress_stride, self.select_block, self.n_select, self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,27 +63,27 @@ class TrainConfig:
     way.
     """
 
-    steps: int = 100
-    batch_size: int = 1
-    seq_len: int = 2048
-    accumulation: int = 1
-    lr: float = 3e-4
-    min_lr: float = 3e-5
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
+    steps: int = number(100, least=1)
+    batch_size: int = number(1, least=1)
+    seq_len: int = number(2048, least=1)
+    accumulation: int = number(1, least=1)
+    lr: float = number(3e-4, above=0, most=1e6)
+    min_lr: float = number(3e-5)
+    warmup_steps: int = number(20)
+    weight_decay: float = number(0.1)
+    grad_clip: float = number(1.0)
     nonfinite: Literal["stop", "skip"] = "stop"
-    max_skips: int = 20
-    seed: int = 1234
+    max_skips: int = number(20, least=1)
+    seed: int = number(1234)
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 0
+    threads: int = number(0, most=1024)
     gradient_checkpointing: bool = True
     gc_range: tuple[int, int] | None = None
     gc_reentrant: bool = False
     gc_keep_selection: bool = False
-    log_every: int = 1
-    watchdog_s: float = 120.0
+    log_every: int = number(1, least=1)
+    watchdog_s: float = number(120.0, most=1e9)
     compile: Literal["none", "blocks", "step"] = "none"
     cuda_graph: bool = False
 
@@ -80,6 +92,8 @@ class TrainConfig:
 class DataConfig:
     """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder), or where
     there is none streams ``hub`` (HuggingFaceFW/fineweb-edu:sample-10BT). ``tokenizer`` is byte or a tokenizer.json.
+    ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them. ``validation``: a file or
+    folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps, and after the last.
     ``boundaries``: no token attends to another document. ``workers`` processes per rank read ``prefetch`` batches ahead (0
     workers: none). More than ``max_bad_rows`` rows that cannot be read end the run.
     """
@@ -88,10 +102,14 @@ class DataConfig:
     path: str | None = None
     hub: str | None = None
     tokenizer: str = "byte"
+    shuffle: bool = False
+    validation: str | None = None
+    validation_samples: int = number(64, least=1)
+    validate_every: int = number(100, least=1)
     boundaries: bool = False
-    workers: int = 1
-    prefetch: int = 4
-    max_bad_rows: int = 100
+    workers: int = number(1, most=1024)
+    prefetch: int = number(4, least=1, most=2**16)
+    max_bad_rows: int = number(100)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +125,7 @@ class ParallelConfig:
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = True
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float = number(25.0, above=0, most=1e6)
     fsdp_version: Literal[1, 2] = 2
     no_sync: bool = True
     barrier_after_backward: bool = False
@@ -121,8 +139,8 @@ class TraceConfig:
     grads: bool = False
     module_bwd: bool = False
     ddp_buckets: bool = False
-    mem_dump_every: int = 0
-    stats_every: int = 10
+    mem_dump_every: int = number(0)
+    stats_every: int = number(10)
     tensorboard: bool = False
 
 
@@ -132,8 +150,8 @@ class CheckpointConfig:
     ``asynchronous``: written while the next steps run. ``on_error``: what a full disk, for example, means for the run.
     """
 
-    every: int = 0
-    keep: int = 3
+    every: int = number(0)
+    keep: int = number(3, least=1)
     asynchronous: bool = False
     on_error: Literal["stop", "continue"] = "stop"
 

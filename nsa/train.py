@@ -21,11 +21,9 @@ from nsa.config import (
     Config,
     ConfigError,
     as_yaml,
-    config_path_from_environment,
     environment_help,
     load_config,
     unknown_variables,
-    value_of,
 )
 from nsa.trace.files import find_writer
 
@@ -60,7 +58,7 @@ NEEDED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     arguments = _parse(argv)
-    path = arguments.config or config_path_from_environment()
+    path = arguments.config or os.environ.get("CONFIG")
     try:
         if not path:
             raise ConfigError(
@@ -127,7 +125,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dataset",
         metavar="NAME",
-        help="synthetic, fineweb_edu (data.path), or a file or folder: parquet, .jsonl, .txt",
+        help="synthetic, fineweb_edu (data.path), or a file or folder: parquet, JSON lines (.jsonl), text",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="how many steps, instead of train.steps")
     parser.add_argument("--ddp", choices=("0", "1"), help="1: --parallel ddp; 0: --parallel none")
@@ -192,13 +190,13 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         field, _, text = setting.partition("=")
         if field in overrides:
             raise ConfigError(f"--set {setting}: another option, or another --set, sets {field} too; give one")
-        overrides[field] = value_of(text, f"--set {setting}")
+        overrides[field] = text
     return overrides
 
 
 def _train(config: Config, arguments: argparse.Namespace) -> int:
     # Without torch, which takes seconds to import: what can be refused is refused first.
-    from nsa.data import Position, open_source
+    from nsa.data import Position, open_source, open_validation
     from nsa.training import saved
 
     rank, world_size, local_rank = launched_ranks()
@@ -207,10 +205,12 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{world_size} ranks with --parallel none would train {world_size} unrelated models; use --ddp 1"
         )
-    source = open_source(config)  # before any group starts: a bad file is refused here
+    source, validation = open_source(config), open_validation(config)  # before any group starts: a bad file is refused
     _boot_lines(config, arguments, rank)
 
-    if arguments.out and arguments.resume != "none":
+    if arguments.out and arguments.resume == "none":
+        saved.refuse_trained(Path(arguments.out))
+    elif arguments.out:
         wait_for_earlier_ranks(Path(arguments.out).absolute(), WAIT_S, quiet=rank != 0)
     resumed = saved.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
     if resumed is None and arguments.resume == "auto" and rank == 0:
@@ -218,6 +218,8 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     if resumed is not None:
         saved.refuse_other_data(resumed, config)
         saved.refuse_another_model(resumed, config)
+        for line in saved.other_settings(resumed, config) if rank == 0 else ():
+            _print(f"[train] resume: {line}")
     position = Position() if resumed is None else saved.describe(resumed).position
 
     import torch
@@ -243,7 +245,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     try:
         folder = _folder(arguments.out, info)
         with traces_logged(folder, rank):
-            return Run(config, info, loader, folder, resumed, launcher).steps()
+            return Run(config, info, loader, folder, resumed, launcher, validation).steps()
     except NotFiniteError as error:  # of all ranks: one speaks
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)

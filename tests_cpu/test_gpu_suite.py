@@ -32,7 +32,7 @@ def test_every_scenario_is_listed(warm: WarmPython) -> None:
 def test_they_are_skipped_for_one_reason(warm: WarmPython, tmp_path: Path) -> None:
     text = run(warm, "tests_gpu", "-m", "gpu", "-rs", "--ranks-artifacts", str(tmp_path / "evidence"))
     reasons = [line for line in text.splitlines() if line.startswith("SKIPPED")]
-    if support.is_installed("triton") and support.triton_version() < support.MIN_TRITON:  # that of torch 2.6
+    if support.why_no_triton():  # that of torch 2.6
         reasons = [line for line in reasons if "module 'triton' has __version__" not in line]
     assert len(reasons) == 1
     # Left out by -m gpu are only those of more than 100 steps.

@@ -27,7 +27,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from figures import keep, parser_of  # noqa: E402
 
 from nsa.kernels import blocks  # noqa: E402
-from nsa.kernels.sizes import Sizes  # noqa: E402
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, tiles, whole  # noqa: E402
 from nsa.kernels.triton.block_schedule import steps_of  # noqa: E402
 from nsa.kernels.triton.branches import Pair, Places, sequence_arguments  # noqa: E402
@@ -35,6 +34,7 @@ from nsa.kernels.triton.launch import LOG2E, launch  # noqa: E402
 from nsa.kernels.triton.selection_schedule import Items, Selection  # noqa: E402
 from nsa.kernels.triton.sequences import Range, Sequences  # noqa: E402
 from nsa.kernels.triton.tiles import widths  # noqa: E402
+from nsa.sizes import Sizes  # noqa: E402
 
 ROWS_OF_PROGRAM = CONSUMERS.value * ROWS.value
 COPIED = WIDTH.value  # columns of a copy of rows by TMA
@@ -136,7 +136,7 @@ def forward_of(tokens: int, device: str) -> Callable[[], Any]:
     def tensor(length: int, *size: int) -> torch.Tensor:
         return torch.randn(1, length, *size, device=device, dtype=torch.bfloat16)
 
-    q, n = tensor(tokens, H, D_K), blocks.num_compressed(tokens, sizes.l, sizes.d)
+    q, n = tensor(tokens, H, D_K), blocks.num_compressed(tokens, *sizes[:2])
     pairs = [(tensor(m, G, D_K), tensor(m, G, D_V)) for m in (n, tokens, tokens)]
     gates = tensor(tokens, H, 3).sigmoid()
     return lambda: whole.forward(q, *pairs, gates, None, sizes, D_K**-0.5)

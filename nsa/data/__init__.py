@@ -5,6 +5,6 @@ tokens into numbered samples, `loader` reads them ahead in other processes; it n
 """
 
 from nsa.data.packing import Batch, Position, Source, batches
-from nsa.data.sources import open_source
+from nsa.data.sources import identity, open_source, open_validation
 
-__all__ = ["Batch", "Position", "Source", "batches", "open_source"]
+__all__ = ["Batch", "Position", "Source", "batches", "identity", "open_source", "open_validation"]

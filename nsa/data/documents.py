@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from nsa.config import ConfigError
 
 MOST = 4 << 30  # bytes of a row group's texts
@@ -35,32 +37,75 @@ class Documents(Protocol):
         """Once from ``place`` to the end: the texts of each part in UTF-8, None for a row that cannot be read."""
 
 
+class FileDocuments(Documents, Protocol):
+    """Documents of files, which can be had part by part in any order."""
+
+    files: list[Path]
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Return each part as (file, part), in their order."""
+
+    def texts(self, file: int, part: int) -> list[bytes | None]:
+        """Return the texts of a part."""
+
+
+class ShuffledDocuments:
+    """The documents of files in an order that follows from seed and epoch: the parts are shuffled, and the documents of each."""
+
+    def __init__(self, documents: FileDocuments, seed: int) -> None:
+        self.documents, self.seed, self._parts = documents, seed, documents.parts()
+
+    def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
+        """As `Documents.read`; the part of a place is its number in this order."""
+        order = np.random.default_rng((self.seed, place.epoch)).permutation(len(self._parts))
+        for number in range(place.part, len(order)):
+            texts = self.documents.texts(*self._parts[order[number]])
+            within = np.random.default_rng((self.seed, place.epoch, number)).permutation(len(texts))
+            yield Place(place.epoch, 0, number), [texts[i] for i in within]
+
+
 class ParquetDocuments:
     """The rows of parquet files, file by file in the order of their names.
 
     Raises ConfigError, when made, for a file that is missing, truncated, empty or has no ``text`` column.
     """
 
-    def __init__(self, path: str) -> None:
-        self.files = parquet_files(path)
-        for file in self.files:
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        for file in files:
             check_parquet(file)
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Return each row group."""
+        import pyarrow.parquet as parquet
+
+        counts = [parquet.read_metadata(path).num_row_groups for path in self.files]
+        return [(file, part) for file, count in enumerate(counts) for part in range(count)]
+
+    def texts(self, file: int, part: int) -> list[bytes | None]:
+        """Return the texts of a row group."""
+        import pyarrow.parquet as parquet
+
+        with parquet.ParquetFile(self.files[file]) as opened:
+            return _texts(opened, self.files[file], part)
 
     def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
         """Row group by row group; one whose pages are damaged is as many rows that cannot be read."""
-        import pyarrow as pa
         import pyarrow.parquet as parquet
 
         for number, path in enumerate(self.files[place.file :], place.file):
             with parquet.ParquetFile(path) as file:
                 for part in range(place.part if number == place.file else 0, file.num_row_groups):
-                    here = Place(place.epoch, number, part)
-                    try:
-                        texts = [text for batch in _batches(file, path, part) for text in batch.to_pylist()]
-                    except (OSError, pa.ArrowInvalid):  # pyarrow's words for pages that do not decode
-                        yield here, [None] * file.metadata.row_group(part).num_rows
-                        continue
-                    yield here, checked(texts)
+                    yield Place(place.epoch, number, part), _texts(file, path, part)
+
+
+def _texts(file: Any, path: Path, part: int) -> list[bytes | None]:
+    import pyarrow as pa
+
+    try:
+        return checked([text for batch in _batches(file, path, part) for text in batch.to_pylist()])
+    except (OSError, pa.ArrowInvalid):  # pyarrow's words for pages that do not decode
+        return [None] * file.metadata.row_group(part).num_rows
 
 
 def _batches(file: Any, path: Path, part: int) -> Iterator[Any]:
@@ -120,19 +165,31 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
-def parquet_files(path: str) -> list[Path]:
-    """Return the file, or the folder's ``*.parquet`` sorted by name. Raises ConfigError for an unknown name."""
+def files_of(path: str) -> tuple[list[Path], bool]:
+    """Return the files that a dataset's path names, sorted, and whether they are parquet; else each is JSON lines or text.
+
+    In a folder parquet comes before other files, and hidden and binary ones are passed over. ConfigError for an unknown name.
+    """
     root = Path(path)
     if root.is_dir():
-        files = sorted(root.rglob("*.parquet"))
+        found = sorted(
+            p for p in root.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(root).parts)
+        )
+        parquet = [p for p in found if p.suffix == ".parquet"]
+        files = parquet or [p for p in found if b"\0" not in _head(p)]
         if not files:
-            raise ConfigError(f"dataset {path!r}: no *.parquet, *.jsonl or *.txt in this folder")
-        return files
+            raise ConfigError(f"dataset {path!r}: no parquet, JSON lines or text in this folder")
+        return files, bool(parquet)
     if not root.is_file():
         raise ConfigError(
-            f"dataset {path!r}: no such file or folder; give synthetic, fineweb_edu or a path of parquet, .jsonl or .txt"
+            f"dataset {path!r}: no such file or folder; give synthetic, fineweb_edu or a path of parquet or text"
         )
-    return [root]
+    return [root], root.suffix == ".parquet" or _head(root).startswith(b"PAR1")
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(1 << 13)
 
 
 def check_parquet(file: Path) -> int:
@@ -157,9 +214,7 @@ def check_parquet(file: Path) -> int:
                 pass
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise ConfigError(
-            f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again, or name text .txt or .jsonl"
-        ) from None
+        raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
     if "text" not in columns:
         raise ConfigError(
             f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"

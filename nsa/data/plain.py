@@ -1,4 +1,4 @@
-"""Documents from text files and from JSON lines: a file of text is one document, a line of JSON one with its ``text``."""
+"""Documents from text files of any suffix, each a document, and from JSON lines, each line a document with its ``text``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from nsa.config import ConfigError
 from nsa.data.documents import ROWS, Place, checked
 
-SUFFIXES = (".txt", ".jsonl")
 LARGEST = 1 << 30  # bytes of one document
+SHUFFLED = 8  # lines that stay together where documents are shuffled
 
 
 class PlainDocuments:
-    """The documents of ``*.txt`` and ``*.jsonl`` files, file by file in the order of their names.
+    """The documents of text files and of JSON lines (``*.jsonl``), file by file.
 
     Raises ConfigError, when made, for a file that is empty, a text of more than `LARGEST` bytes, or JSON lines without ``text``.
     """
@@ -25,12 +25,33 @@ class PlainDocuments:
         for file in files:
             _check(file)
 
+    def parts(self) -> list[tuple[int, int]]:
+        """Return each text file, and of JSON lines some at a time; they are read once to find where these begin."""
+        found = []
+        for number, path in enumerate(self.files):
+            found.append((number, 0))
+            if _has_lines(path):
+                with path.open("rb") as file:
+                    while list(islice(iter(file.readline, b""), SHUFFLED)):
+                        found.append((number, file.tell()))
+                found.pop()
+        return found
+
+    def texts(self, file: int, part: int) -> list[bytes | None]:
+        """Return a text file's text, or those of `SHUFFLED` lines from an offset on."""
+        path = self.files[file]
+        if not _has_lines(path):
+            return checked([path.read_bytes()])
+        with path.open("rb") as opened:
+            opened.seek(part)
+            return [_text_of(line) for line in islice(opened, SHUFFLED) if line.strip()]
+
     def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
         """Some lines of JSON at a time; their part is the offset in bytes of the first."""
         for number, path in enumerate(self.files[place.file :], place.file):
             start = place.part if number == place.file else 0
-            if path.suffix == ".txt":
-                yield Place(place.epoch, number, 0), checked([path.read_bytes()])
+            if not _has_lines(path):
+                yield Place(place.epoch, number, 0), self.texts(number, 0)
                 continue
             with path.open("rb") as file:
                 file.seek(start)
@@ -39,13 +60,8 @@ class PlainDocuments:
                     start += sum(map(len, lines))
 
 
-def plain_files(path: str) -> list[Path]:
-    """Return the file of text or JSON lines at ``path``, or those in this folder; [] where there is parquet, or neither."""
-    root = Path(path)
-    if root.is_dir():
-        has_parquet = next(root.rglob("*.parquet"), None) is not None
-        return [] if has_parquet else sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-    return [root] if root.suffix in SUFFIXES and root.is_file() else []
+def _has_lines(path: Path) -> bool:
+    return path.suffix == ".jsonl"
 
 
 def _text_of(line: bytes) -> bytes | None:
@@ -62,7 +78,12 @@ def _check(file: Path) -> None:
     size = file.stat().st_size
     if size == 0:
         raise ConfigError(f"dataset {str(file)!r}: the file is empty (0 bytes); give one with text")
-    if file.suffix == ".txt":
+    if not _has_lines(file):
+        with file.open("rb") as text:
+            if b"\0" in text.read(1 << 13):
+                raise ConfigError(
+                    f"dataset {str(file)!r}: is not text; give parquet, JSON lines (.jsonl) or text in UTF-8"
+                )
         if size > LARGEST:
             raise ConfigError(
                 f"dataset {str(file)!r}: a text file is one document, and this one has more than {LARGEST >> 30} GiB; "

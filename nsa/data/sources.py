@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nsa.config import Config, ConfigError
-from nsa.data.documents import Documents, HubDocuments, ParquetDocuments
+from nsa.data.documents import (
+    Documents,
+    FileDocuments,
+    HubDocuments,
+    ParquetDocuments,
+    ShuffledDocuments,
+    files_of,
+)
 from nsa.data.packing import PackedSource, Position, Sample, Source
-from nsa.data.plain import PlainDocuments, plain_files
-from nsa.data.tokens import Tokens, open_tokenizer
+from nsa.data.plain import PlainDocuments
+from nsa.data.tokens import Tokenizer, Tokens, open_tokenizer
+from nsa.sections import DataConfig
 
 
 class MadeSource:
@@ -52,21 +63,63 @@ def open_source(config: Config) -> Source:
     data, length = config.data, config.train.seq_len + 1
     if data.dataset in MADE:
         return MadeSource(MADE[data.dataset](length, config.model.vocab_size), config.train.seed)
-    tokenizer = open_tokenizer(data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"data.tokenizer={data.tokenizer!r}: has {tokenizer.vocab_size} tokens, the model {config.model.vocab_size}; "
-            "raise model.vocab_size"
-        )
-    path = data.path if data.dataset == "fineweb_edu" else data.dataset
-    if path is None and data.hub is None:
+    path = _path_of(data)
+    if path is not None:
+        return _packed(config, path, shuffled=data.shuffle)
+    if data.hub is None:
         raise ConfigError(
             "dataset fineweb_edu: neither data.path nor data.hub is set; name the folder of parquet files, "
             "or the hub's dataset, or use --dataset PATH"
         )
-    if path is None and data.hub is not None:
-        documents: Documents = HubDocuments(data.hub)
-    else:
-        plain = plain_files(str(path))
-        documents = PlainDocuments(plain) if plain else ParquetDocuments(str(path))
-    return PackedSource(documents, tokenizer, config.train.seq_len, data.max_bad_rows)
+    if data.shuffle:
+        raise ConfigError(f"data.shuffle: {data.hub} is streamed in its order; give files, or set it to false")
+    return PackedSource(HubDocuments(data.hub), _tokenizer(config), config.train.seq_len, data.max_bad_rows)
+
+
+def open_validation(config: Config) -> Source | None:
+    """Return the source of ``data.validation``, None without one. Raises ConfigError."""
+    path = config.data.validation
+    return None if path is None else _packed(config, path, shuffled=False)
+
+
+def _packed(config: Config, path: str, *, shuffled: bool) -> Source:
+    files, is_parquet = files_of(path)
+    documents: FileDocuments = ParquetDocuments(files) if is_parquet else PlainDocuments(files)
+    ordered: Documents = ShuffledDocuments(documents, config.train.seed) if shuffled else documents
+    return PackedSource(ordered, _tokenizer(config), config.train.seq_len, config.data.max_bad_rows)
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    name, most = config.data.tokenizer, config.model.vocab_size
+    tokenizer = open_tokenizer(name)
+    if tokenizer.vocab_size > most:
+        raise ConfigError(
+            f"data.tokenizer={name!r}: has {tokenizer.vocab_size} tokens, the model {most}; raise model.vocab_size"
+        )
+    return tokenizer
+
+
+def _path_of(data: DataConfig) -> str | None:
+    return data.path if data.dataset == "fineweb_edu" else data.dataset
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Return what the samples, and so a position among them, depend on, as JSON has it; files by content, wherever they are."""
+    data, tokenizer = config.data, Path(config.data.tokenizer)
+    found: dict[str, Any] = {"seq_len": config.train.seq_len}
+    path = _path_of(data)
+    if data.dataset in MADE:
+        return {**found, "dataset": data.dataset, "seed": config.train.seed}
+    found["tokenizer"] = _content(tokenizer) if tokenizer.is_file() else data.tokenizer
+    if path is None:
+        return {**found, "hub": data.hub}
+    files = files_of(path)[0]
+    root = Path(path) if Path(path).is_dir() else Path(path).parent
+    order = {"shuffle": config.train.seed} if data.shuffle else {}
+    return {**found, **order, "files": {str(file.relative_to(root)): _content(file) for file in files}}
+
+
+def _content(file: Path) -> list[int]:
+    """Return a file's bytes, and the CRC-32 of its first MiB."""
+    with file.open("rb") as opened:
+        return [file.stat().st_size, zlib.crc32(opened.read(1 << 20))]

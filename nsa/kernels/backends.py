@@ -15,9 +15,9 @@ import torch
 from nsa.config import ConfigError
 from nsa.kernels import blocks, flash, reference, sdpa, sdpa_math
 from nsa.kernels.ops import Operators, attend_on_cpu
-from nsa.kernels.sizes import KV, Sizes
 from nsa.kernels.triton import support
 from nsa.kernels.triton.operators import attend_on_gpu, selection_mask
+from nsa.sizes import KV, Sizes
 
 Listener = Callable[[torch.Tensor], None]
 
@@ -80,7 +80,7 @@ def _whole_on_cpu(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float, ends: Sequence[int] | None,
     listener: Listener | None,
 ) -> torch.Tensor:  # fmt: skip
-    y, chosen = attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), **sizes.by_name(), scale=scale)
+    y, chosen = attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), sizes, scale)
     if listener is not None:
         listener(chosen)
     return y
@@ -91,13 +91,15 @@ def _whole_on_gpu(
     listener: Listener | None,
 ) -> torch.Tensor:  # fmt: skip
     cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cpu")
-    y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, **sizes.by_name(), scale=scale)
+    y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, sizes, scale)
     if listener is not None:
         if ends is None:
-            listener(selection_mask(picks, blocks.num_selection(q.shape[1], sizes.l_sel)).unflatten(0, q.shape[:2]))
+            listener(
+                selection_mask(picks, blocks.num_selection(q.shape[1], sizes.select_block)).unflatten(0, q.shape[:2])
+            )
         for a, b in pairwise(ends or ()):
             if b > a:
-                listener(selection_mask(picks[a:b], blocks.num_selection(b - a, sizes.l_sel))[None])
+                listener(selection_mask(picks[a:b], blocks.num_selection(b - a, sizes.select_block))[None])
     return y
 
 

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from nsa.sizes import NUM_LOCAL
 
-# Block 0, the query's own block and the one before are always selected (paper, section 4.1).
-NUM_LOCAL = 2
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -7,8 +7,6 @@ from itertools import pairwise
 
 import torch
 
-from nsa.kernels import blocks
-
 
 def pack_ends(cu_seqlens: torch.Tensor | Sequence[int], batch: int, tokens: int) -> list[int]:
     """Return ``cu_seqlens`` as numbers. Raises ValueError where they are not a packing of ``tokens`` tokens."""
@@ -76,26 +74,6 @@ def _check_one(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: torch
         raise ValueError(f"{name} is on {tensor.device}: must be on {q.device}, as q is")
     if tensor.dtype != q.dtype and name != "gates":
         raise ValueError(f"{name} is {tensor.dtype}: must be {q.dtype}, as q is")
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise ValueError for sizes of blocks and window that do not fit each other; the message names the one that does not.
-
-    Any of l, d, l_sel, n_sel and w.
-    """
-    for name, value in sizes.items():
-        # A bool is an int, and no size; torch.export counts with SymInt.
-        if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: must be a whole number")
-        if value < 1 and name != "n_sel":
-            raise ValueError(f"{name}={value}: must be at least 1")
-    for name in ("l", "l_sel"):
-        if name in sizes and "d" in sizes and sizes[name] % sizes["d"]:
-            raise ValueError(f"{name}={sizes[name]}: must be a multiple of d={sizes['d']}")
-    if "n_sel" in sizes and sizes["n_sel"] < 1 + blocks.NUM_LOCAL:
-        raise ValueError(
-            f"n_sel={sizes['n_sel']}: must be at least {1 + blocks.NUM_LOCAL} (1 initial and 2 local blocks)"
-        )
 
 
 def check_hidden(x: torch.Tensor, dim: int) -> None:

@@ -7,23 +7,29 @@ from collections.abc import Sequence
 
 import torch
 
-from nsa.kernels.checks import check_sizes, pack_ends
+from nsa.kernels.checks import pack_ends
+from nsa.sizes import check_sizes
 
 
 def compress(
-    x: torch.Tensor, *, l: int, d: int, cu_seqlens: torch.Tensor | Sequence[int] | None = None
+    x: torch.Tensor,
+    *,
+    compress_block: int = 32,
+    compress_stride: int = 16,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the mean of each block of ``l`` tokens, one block every ``d``: keys or values for `nsa_attention`'s k_cmp and v_cmp.
+    """Return the mean of each block of l tokens, one block every d: keys or values for `nsa_attention`'s k_cmp and v_cmp.
 
     Args:
         x: [B, S, G, D], of any width D. `NSAAttention` rotates what is compressed, and not what it compresses.
-        l, d: tokens of a block, and from the start of a block to the next; l is a multiple of d.
+        compress_block, compress_stride: l and d, tokens of a block, and from one block's start to the next's; d divides l.
         cu_seqlens: as in `nsa_attention`. No block lies in two sequences.
 
     Returns: [B, Nc, G, D], Nc = max(0, (S - l) // d + 1), of a pack the sum over its sequences. Raises ValueError naming the
     argument that does not fit.
     """
-    check_sizes(l=l, d=d)
+    l, d = compress_block, compress_stride
+    check_sizes(compress_block=l, compress_stride=d)
     if x.dim() != 4:
         raise ValueError(f"x has shape {tuple(x.shape)}: must have 4 dimensions, [batch, tokens, heads, width]")
     if cu_seqlens is None:

@@ -1,6 +1,6 @@
 """Derivatives of our operators, for autograd, for `torch.func` and for forward mode.
 
-`CustomOpDef.register_autograd` of torch (2.6 to 2.13) drops the tangents of forward mode without an error, and fails under
+`torch.library.register_autograd` of torch (2.6 to 2.13) drops the tangents of forward mode without an error, and fails under
 `torch.func.grad`. `register` takes its place: a kernel for the dispatch keys of autograd on a CPU, a GPU and the meta device, which
 go before the one that torch registers for all devices.
 """
@@ -17,18 +17,30 @@ from torch.autograd.function import _SingleLevelFunction
 
 _LIBRARY = torch.library.Library("nsa", "FRAGMENT")
 _KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``nsa::name`` with its body, and its fake kernel, which returns shapes and dtypes; return torch's operator.
+
+    Not by `torch.library.custom_op`, which imports torch's compiler at the first call: 160 MiB and a second.
+    """
+    _LIBRARY.define(f"{name}{schema}", tags=_TAGS)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.nsa, name).default
 
 
 def register(
-    operator: Any,
+    call: Any,
     backward: Callable[..., Any],
     setup_context: Callable[[Any, Any, Any], None] | None = None,
 ) -> None:
-    """Give ``operator``, of `torch.library.custom_op`, its derivative: static methods of `torch.autograd.Function`.
+    """Give an `operator` its derivative: static methods of `torch.autograd.Function`.
 
     An input with a tangent raises NotImplementedError, which names the backend that has forward mode.
     """
-    call = operator._opoverload
+    name = call._schema.name.partition("::")[2]
 
     class Node(_SingleLevelFunction):
         """A node of one level of derivatives: the levels around it make their own, as the dispatcher comes to them."""
@@ -38,7 +50,7 @@ def register(
             with _outer_levels(), torch._C._AutoDispatchBelowAutograd():
                 return call(*inputs)
 
-    Node.__name__ = Node.__qualname__ = f"{operator._name}_node"
+    Node.__name__ = Node.__qualname__ = f"{name}_node"
     Node.backward = staticmethod(backward)
     Node.setup_context = staticmethod(setup_context or _keep_nothing)
 
@@ -55,7 +67,7 @@ def register(
             return call(*inputs)
 
     for key in _KEYS:
-        _LIBRARY.impl(operator._name, run, key)
+        _LIBRARY.impl(name, run, key)
 
 
 def has_tangent(*inputs: Any) -> bool:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks, flash, reference, sdpa
 from nsa.kernels.backends import BACKENDS, Backend, Listener
-from nsa.kernels.checks import check_compressed, check_sizes, check_tensors, pack_ends
-from nsa.kernels.sizes import KV, Sizes
+from nsa.kernels.checks import check_compressed, check_tensors, pack_ends
+from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 # (requested, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
 counters: Counter[tuple[str, str, str]] = Counter()
@@ -25,7 +24,9 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
 
 
-def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
+def explain(
+    backend: str, dtype: torch.dtype, device: torch.device, head_dim: int = 64, v_head_dim: int | None = None
+) -> tuple[str, str]:
     """Return the backend that would serve a call, and why.
 
     ``auto`` takes what is fastest and can serve: on a GPU triton, else sdpa; on a CPU cpu; for float64 reference, which
@@ -33,6 +34,7 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 6
     name and cannot serve; the message has the reason.
     """
     check_backend(backend)
+    d_k, d_v = head_dim, head_dim if v_head_dim is None else v_head_dim
     if backend != "auto":
         reason = BACKENDS[backend].why_not(dtype, device, d_k, d_v)
         if reason:
@@ -137,7 +139,10 @@ def attend(
         return row.whole(q, cmp, sel, win, gates, sizes, scale, ends, listener)
     if ends is not None:
         one: dict[str, Any] = {"sizes": sizes, "scale": scale, "backend": backend, "listener": listener}
-        parts = [attend(*_part(s, q, cmp, sel, win, gates), **one) for s in spans(ends, sizes.l, sizes.d)]
+        parts = [
+            attend(*_part(s, q, cmp, sel, win, gates), **one)
+            for s in spans(ends, sizes.compress_block, sizes.compress_stride)
+        ]
         return torch.cat(parts, dim=1)
     out, found = run_branches(q, cmp, sel, win, sizes, scale=scale, backend=backend)
     if found is not None and listener is not None:
@@ -184,11 +189,7 @@ def nsa_attention(
     v_win: torch.Tensor,
     gates: torch.Tensor,
     *,
-    l: int,
-    d: int,
-    l_sel: int,
-    n_sel: int,
-    w: int,
+    sizes: Sizes,
     scale: float | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     backend: str = "auto",
@@ -197,10 +198,11 @@ def nsa_attention(
 
     Args:
         q: [B, S, H, Dk]; query head i belongs to KV group i // (H/G).
-        k_cmp, v_cmp: [B, Nc, G, Dk] and [B, Nc, G, Dv], already compressed, Nc = max(0, (S - l) // d + 1).
+        k_cmp, v_cmp: [B, Nc, G, Dk] and [B, Nc, G, Dv], already compressed, Nc = max(0, (S - l) // d + 1)
+            with l, d = compress_block, compress_stride.
         k_sel, v_sel, k_win, v_win: [B, S, G, Dk] and [B, S, G, Dv].
         gates: [B, S, H, 3], after the sigmoid, in the order cmp, sel, win. None is below zero: triton makes its gradient NaN.
-        l, d, l_sel, n_sel, w: compression block and stride, selection block, blocks selected, window (tokens).
+        sizes: of the blocks and the window, as `Sizes(window=256)`; what is not named is the paper's.
         scale: of the scores; 1/sqrt(Dk) when None.
         cu_seqlens: int [n + 1] or a list, for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
             sum over the sequences.
@@ -208,15 +210,17 @@ def nsa_attention(
 
     Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
     """
-    check_sizes(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
+    l, d = sizes.check()[:2]
     check_tensors(q, {"k_sel": k_sel, "k_win": k_win}, {"v_sel": v_sel, "v_win": v_win})
     check_compressed(q, k_cmp, v_cmp, k_sel, v_sel, gates)
     ends = None if cu_seqlens is None else pack_ends(cu_seqlens, q.shape[0], q.shape[1])
     lengths = [q.shape[1]] if ends is None else [b - a for a, b in pairwise(ends)]
     if k_cmp.shape[1] != sum(blocks.num_compressed(length, l, d) for length in lengths):
-        raise ValueError(f"k_cmp has {k_cmp.shape[1]} blocks: S={q.shape[1]}, l={l}, d={d} make another number")
+        raise ValueError(
+            f"k_cmp has {k_cmp.shape[1]} blocks: S={q.shape[1]}, compress_block={l}, compress_stride={d} make another number"
+        )
     return attend(
-        q, KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win), gates, Sizes(l, d, l_sel, n_sel, w),
+        q, KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win), gates, sizes,
         scale=q.shape[-1] ** -0.5 if scale is None else scale, backend=backend, ends=ends,
     )  # fmt: skip
 

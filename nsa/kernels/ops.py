@@ -1,24 +1,24 @@
-"""The branches as operators of torch.library: opaque to torch.compile, and each one node in the autograd graph.
+"""The branches as operators of torch: opaque to torch.compile, and each one node in the autograd graph.
 
 An operator takes the name of its backend, so that a graph shows what it was traced with. Every operator has a fake kernel (shapes
-and dtypes alone) and a backward, which is an operator too (`derivatives` registers it). The log-sum-exp and the importance have no
-gradient.
+and dtypes alone) and a backward, which is an operator too (`derivatives`). The log-sum-exp and the importance have no gradient.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from nsa.kernels import blocks, derivatives
+from nsa.kernels import blocks
 from nsa.kernels.cpu import selected as cpu_selected
 from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import whole as cpu_whole
-from nsa.kernels.cpu.tiles import Tensors3
 from nsa.kernels.cpu.whole import Pair
+from nsa.kernels.derivatives import operator, refuse, register
+from nsa.sizes import Sizes
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,61 +32,9 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _module(backend: str, branch: str) -> Any:
-    if backend == "cpu":
-        return cpu_selected if branch == "selected" else strided
-    from nsa.kernels.triton import single
-
-    return single
-
-
-def _like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return room for tensors of these shapes."""
     return tuple(t.new_empty(t.shape) for t in tensors)
-
-
-def _contiguous(*tensors: torch.Tensor) -> Any:
-    return tuple(t.contiguous() for t in tensors)
-
-
-def _backward_fake(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
-    """Return what a branch's backward returns."""
-    return _like(q, k, v)
-
-
-def _output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[-1])
-
-
-# --- compressed -------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("nsa::compressed", mutates_args=())
-@plainly
-def compressed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output [B, S, H, Dv], log-sum-exp [B, S, H] and importance [B, S, G, Ns]."""
-    return _contiguous(*_module(backend, "compressed").compressed_forward(q, k, v, l, d, l_sel, scale))
-
-
-@compressed.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
-) -> Tensors3:
-    dtype = blocks.wide(q.dtype)
-    n_blocks = blocks.num_selection(q.shape[1], l_sel)
-    importance = q.new_empty(q.shape[0], q.shape[1], k.shape[2], n_blocks, dtype=dtype)
-    return _output(q, v), q.new_empty(q.shape[:3], dtype=dtype), importance
-
-
-@torch.library.custom_op("nsa::compressed_backward", mutates_args=())
-@plainly
-def compressed_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    l: int, d: int, scale: float, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v."""
-    return _contiguous(*_module(backend, "compressed").compressed_backward(grad, q, k, v, out, lse, l, d, scale))
 
 
 def alone_has_a_gradient(ctx: Any, *others: torch.Tensor) -> None:
@@ -105,33 +53,85 @@ def of_the_first(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[..., 
     return run
 
 
-def _compressed_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.l, ctx.d, _, ctx.scale, ctx.backend = inputs
-    out, lse, importance = output
-    alone_has_a_gradient(ctx, lse, importance)
-    ctx.save_for_backward(q, k, v, out, lse)
+def tensors(*names: str) -> str:
+    """Return arguments of a schema."""
+    return ", ".join(f"Tensor {name}" for name in names)
 
 
-@of_the_first
-def _compressed_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    q, k, v, out, lse = ctx.saved_tensors
-    grads = compressed_backward(grad.to(q.dtype), q, k, v, out, lse, ctx.l, ctx.d, ctx.scale, ctx.backend)
-    return *grads, None, None, None, None, None
+def returns(count: int) -> str:
+    """Return the results of a schema."""
+    return f"({', '.join(['Tensor'] * count)})"
 
 
-derivatives.register(compressed, _compressed_backward, _compressed_setup)
+# --- one branch alone -------------------------------------------------------------------------------------------------
 
 
-# --- select -----------------------------------------------------------------------------------------------------------
+def _of_backend(function: str) -> Callable[..., Any]:
+    """Return a body that calls a function of the backend, which its last argument names."""
+
+    @plainly
+    def run(*arguments: Any) -> Any:
+        *given, backend = arguments
+        if backend == "cpu":
+            module: Any = cpu_selected if function.startswith("selected") else strided
+        else:
+            from nsa.kernels.triton import single as module
+        return tuple(x.contiguous() for x in getattr(module, function)(*given))
+
+    return run
 
 
-@torch.library.custom_op("nsa::select", mutates_args=())
-@plainly
-def select(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.Tensor:
-    """Return `blocks.select`, on ``triton`` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape.
+def _attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=blocks.wide(q.dtype))
 
-    An operator on every backend, so that selective checkpointing can keep what it returns.
+
+def _compressed_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, *_: Any) -> Any:
+    shape = q.shape[0], q.shape[1], k.shape[2], blocks.num_selection(q.shape[1], l_sel)
+    return *_attention_fake(q, k, v), q.new_empty(shape, dtype=blocks.wide(q.dtype))
+
+
+def _branch(name: str, inputs: tuple[str, ...], numbers: str, count: int, fake: Callable[..., Any]) -> Any:
+    """Define the operator of a branch and its backward: q, k, v and other ``inputs``, ``numbers``, and ``count`` results.
+
+    Output [B, S, H, Dv] and log-sum-exp [B, S, H] are the first, which the backward is given behind q, k and v.
     """
+    n = len(inputs)
+    forward = operator(
+        name, f"({tensors(*inputs)}, {numbers}, str backend) -> {returns(count)}", _of_backend(f"{name}_forward"), fake
+    )
+    given_back = tensors("grad", "q", "k", "v", "out", "lse", *inputs[3:])
+    backward = operator(
+        f"{name}_backward", f"({given_back}, {numbers}, str backend) -> {returns(3)}",
+        _of_backend(f"{name}_backward"), lambda grad, q, k, v, *_: like(q, k, v),
+    )  # fmt: skip
+
+    def setup(ctx: Any, given: Any, found: Any) -> None:
+        alone_has_a_gradient(ctx, *found[1:])
+        ctx.save_for_backward(*given[:3], *found[:2], *given[3:n])
+        ctx.numbers = given[n:]
+
+    @of_the_first
+    def differentiate(ctx: Any, grad: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        others = len(ctx.needs_input_grad) - 3
+        return *backward(grad.to(saved[0].dtype), *saved, *ctx.numbers), *(None for _ in range(others))
+
+    register(forward, differentiate, setup)
+    register(backward, refuse)
+    return forward
+
+
+# Importance is [B, S, G, Ns].
+compressed = _branch(
+    "compressed", ("q", "k", "v"), "SymInt l, SymInt d, SymInt l_sel, float scale", 3, _compressed_fake
+)
+# chosen: bool [B, S, G, Ns], as `blocks.select` makes it.
+selected = _branch("selected", ("q", "k", "v", "chosen"), "SymInt l_sel, SymInt n_sel, float scale", 2, _attention_fake)
+# The last w tokens, the query's own included.
+sliding = _branch("sliding", ("q", "k", "v"), "SymInt w, float scale", 2, _attention_fake)
+
+
+def _select(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.Tensor:
     if backend != "triton":
         return blocks.select(importance, l_sel, n_sel)
     from nsa.kernels.triton import single
@@ -139,166 +139,58 @@ def select(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> to
     return single.select_blocks(importance, l_sel, n_sel)
 
 
-@select.register_fake
-def _(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.Tensor:
-    return importance.new_empty(importance.shape, dtype=torch.bool)
-
-
-# --- selected ---------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("nsa::selected", mutates_args=())
-@plainly
-def selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output [B, S, H, Dv] and log-sum-exp [B, S, H]; chosen bool [B, S, G, Ns], as `blocks.select` makes it."""
-    return _contiguous(*_module(backend, "selected").selected_forward(q, k, v, chosen, l_sel, n_sel, scale))
-
-
-@torch.library.custom_op("nsa::selected_backward", mutates_args=())
-@plainly
-def selected_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v."""
-    return _contiguous(
-        *_module(backend, "selected").selected_backward(grad, q, k, v, out, lse, chosen, l_sel, n_sel, scale)
-    )
-
-
-def _selected_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend = inputs
-    alone_has_a_gradient(ctx, output[1])
-    ctx.save_for_backward(q, k, v, chosen, *output)
-
-
-@of_the_first
-def _selected_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    q, k, v, chosen, out, lse = ctx.saved_tensors
-    grads = selected_backward(grad.to(q.dtype), q, k, v, out, lse, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend)
-    return *grads, None, None, None, None, None
-
-
-derivatives.register(selected, _selected_backward, _selected_setup)
-
-
-# --- sliding ----------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("nsa::sliding", mutates_args=())
-@plainly
-def sliding(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, S, H, Dv] and log-sum-exp [B, S, H] of the last w tokens, the query's own included."""
-    return _contiguous(*_module(backend, "sliding").sliding_forward(q, k, v, w, scale))
-
-
-@selected.register_fake
-@sliding.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Pair:
-    return _output(q, v), q.new_empty(q.shape[:3], dtype=blocks.wide(q.dtype))
-
-
-@torch.library.custom_op("nsa::sliding_backward", mutates_args=())
-@plainly
-def sliding_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    w: int, scale: float, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v."""
-    return _contiguous(*_module(backend, "sliding").sliding_backward(grad, q, k, v, out, lse, w, scale))
-
-
-def _sliding_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.w, ctx.scale, ctx.backend = inputs
-    alone_has_a_gradient(ctx, output[1])
-    ctx.save_for_backward(q, k, v, *output)
-
-
-@of_the_first
-def _sliding_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    q, k, v, out, lse = ctx.saved_tensors
-    grads = sliding_backward(grad.to(q.dtype), q, k, v, out, lse, ctx.w, ctx.scale, ctx.backend)
-    return *grads, None, None, None
-
-
-derivatives.register(sliding, _sliding_backward, _sliding_setup)
+# `blocks.select`, on ``triton`` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape. An operator on
+# every backend, so that selective checkpointing can keep what it returns.
+select = operator(
+    "select", "(Tensor importance, SymInt l_sel, SymInt n_sel, str backend) -> Tensor", plainly(_select),
+    lambda importance, *_: importance.new_empty(importance.shape, dtype=torch.bool),
+)  # fmt: skip
 
 
 # --- the whole, on a CPU ----------------------------------------------------------------------------------------------
 
+INPUTS = ("gates", "q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+FOUND = ("o_cmp", "o_sel", "o_win", "lse_cmp", "lse_sel", "lse_win", "chosen")
+KEPT = ("o_sel", "lse_cmp", "lse_sel", "lse_win", "chosen")
+SIZES = "SymInt l, SymInt d, SymInt l_sel, SymInt w, float scale"
 
-@torch.library.custom_op("nsa::whole", mutates_args=())
+
 @plainly
-def whole(
-    gates: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor,
-    v_sel: torch.Tensor, k_win: torch.Tensor, v_win: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor,
-    o_win: torch.Tensor, lse_cmp: torch.Tensor, lse_sel: torch.Tensor, lse_win: torch.Tensor, chosen: torch.Tensor,
-    l: int, d: int, l_sel: int, w: int, scale: float,
-) -> torch.Tensor:  # fmt: skip
-    """Eq. 5 from the branches' outputs, gates [B, S, H, 3]; its gradients are those of gates, q and all keys and values.
-
-    One backward for the three branches: what is between gates and branches is never kept, and q's gradient is summed in place.
-    """
-    return cast(torch.Tensor, cpu_whole.gated_sum(gates, (o_cmp, o_sel, o_win)))
+def _backward_of_whole(grad: torch.Tensor, gates: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
+    cmp, sel, win, o_sel, lse, rest = others[0:2], others[2:4], others[4:6], others[6], others[7:10], others[10:]
+    found: Any = cpu_whole.backward(grad, gates, q, cmp, sel, win, o_sel, lse, *rest)
+    return tuple(x.contiguous() for x in found)
 
 
-@whole.register_fake
-def _(gates: torch.Tensor, q: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _output(q, others[1])
+def _keep_whole(ctx: Any, inputs: Any, output: Any) -> None:
+    tensors, ctx.sizes = dict(zip((*INPUTS, *FOUND), inputs, strict=False)), inputs[15:]
+    ctx.save_for_backward(*(tensors[name] for name in (*INPUTS, *KEPT)))
 
 
-@torch.library.custom_op("nsa::whole_backward", mutates_args=())
-@plainly
-def whole_backward(
-    grad: torch.Tensor, gates: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor,
-    k_sel: torch.Tensor, v_sel: torch.Tensor, k_win: torch.Tensor, v_win: torch.Tensor, o_cmp: torch.Tensor,
-    o_sel: torch.Tensor, o_win: torch.Tensor, lse_cmp: torch.Tensor, lse_sel: torch.Tensor, lse_win: torch.Tensor,
-    chosen: torch.Tensor, l: int, d: int, l_sel: int, w: int, scale: float,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    """Gradients of gates, q, and keys and values of the three branches."""
-    keys = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
-    outputs, lse = (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win)
-    return _contiguous(*cpu_whole.backward(grad, gates, q, *keys, outputs, lse, chosen, l, d, l_sel, w, scale))
-
-
-@whole_backward.register_fake
-def _(grad: torch.Tensor, *others: Any) -> Any:
-    return _like(*others[:8])
-
-
-def _whole_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:15])
-    ctx.sizes = inputs[15:]
-
-
-def _whole_backward(ctx: Any, grad: torch.Tensor) -> Any:
+def _differentiate_whole(ctx: Any, grad: torch.Tensor) -> Any:
     return *whole_backward(grad, *ctx.saved_tensors, *ctx.sizes), *(None for _ in range(12))
 
 
-derivatives.register(whole, _whole_backward, _whole_setup)
-
-
-# --- every backward ---------------------------------------------------------------------------------------------------
-
-
-for _backward in (compressed_backward, selected_backward, sliding_backward):
-    _backward.register_fake(_backward_fake)
-for _backward in (compressed_backward, selected_backward, sliding_backward, whole_backward):
-    derivatives.register(_backward, derivatives.refuse)
+# Eq. 5 from the branches' outputs, gates [B, S, H, 3]; its gradients are those of gates, q and all keys and values. One backward
+# for the three branches: what is between gates and branches is never kept, and q's gradient is summed in place.
+whole = operator(
+    "whole", f"({tensors(*INPUTS, *FOUND)}, {SIZES}) -> Tensor",
+    plainly(lambda gates, *others: cpu_whole.gated_sum(gates, others[7:10])),
+    lambda gates, q, k_cmp, v_cmp, *_: q.new_empty(*q.shape[:3], v_cmp.shape[-1]),
+)  # fmt: skip
+whole_backward = operator(
+    "whole_backward", f"({tensors('grad', *INPUTS, *KEPT)}, {SIZES}) -> {returns(8)}", _backward_of_whole,
+    lambda grad, *others: like(*others[:8]),
+)  # fmt: skip
+register(whole, _differentiate_whole, _keep_whole)
+register(whole_backward, refuse)
 
 
 def attend_on_cpu(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
-    scale: float,
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, sizes: Sizes, scale: float
 ) -> Pair:  # fmt: skip
     """Return `dispatch.attend` by the cpu backend: the three branches forward, one after another, and their backward in one."""
+    l, d, l_sel, n_sel, w = sizes
     n_sel, w = min(n_sel, blocks.num_selection(q.shape[1], l_sel)), min(w, q.shape[1])
     with torch.no_grad():  # `whole` has the gradients
         o_cmp, lse_cmp, importance = compressed(q, *cmp, l, d, l_sel, scale, "cpu")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
 from nsa.kernels.blocks import select, wide, without_autocast
+from nsa.sizes import BRANCHES, Branch
 
 __all__ = ["compressed", "gated_sum", "probabilities", "select", "selected", "sliding", "weighted"]
 

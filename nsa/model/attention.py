@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa.config import Branch, ModelConfig
-from nsa.kernels.checks import check_hidden, check_sizes, pack_ends, refuse_padding
+from nsa.config import ModelConfig
+from nsa.kernels.checks import check_hidden, pack_ends, refuse_padding
 from nsa.kernels.compression import mean_of_blocks, tokens_of_blocks
 from nsa.kernels.derivatives import has_tangent, is_transformed
 from nsa.kernels.dispatch import attend, attend_densely, check_backend, run_branches, spans, zero_times
-from nsa.kernels.sizes import KV, Sizes
 from nsa.kernels.triton import support
 from nsa.kernels.triton.operators import rotate
 from nsa.model import decoding
 from nsa.model.decoding import KVCache
 from nsa.model.gate import Gate
+from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines
 
@@ -139,9 +139,10 @@ def _is_plain(linear: nn.Module) -> bool:
 class NSAAttention(nn.Module):
     """Native Sparse Attention (arXiv 2502.11089), causal. x [B, S, dim] -> [B, S, dim].
 
-    l, d: compression block and stride; l_sel, n_sel: size and number of selected blocks; w: window; in tokens.
-    ``force_branch`` runs one branch alone with gate 1; the other branches' parameters and the gate's then get
-    zero gradients. Raises ValueError for sizes that do not fit each other.
+    The sizes of blocks and window are in tokens, as in `Sizes`. ``v_head_dim`` is ``head_dim`` when None. ``force_branch`` runs
+    one branch alone with gate 1; the other branches' parameters and the gate's then get zero gradients. A projection that a
+    plan of tensor parallelism has split by heads is taken with the heads that it returns. Raises ValueError for sizes that do
+    not fit each other.
     """
 
     def __init__(
@@ -149,14 +150,14 @@ class NSAAttention(nn.Module):
         dim: int,
         n_heads: int,
         n_kv_heads: int,
-        d_k: int,
-        d_v: int,
-        l: int,
-        d: int,
-        l_sel: int,
-        n_sel: int,
-        w: int,
+        head_dim: int,
         *,
+        v_head_dim: int | None = None,
+        compress_block: int = 32,
+        compress_stride: int = 16,
+        select_block: int = 64,
+        n_select: int = 16,
+        window: int = 512,
         compression: str = "mean",
         gate_hidden: int | None = None,
         force_branch: Branch | None = None,
@@ -165,44 +166,47 @@ class NSAAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        for name, value in (("dim", dim), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("d_k", d_k), ("d_v", d_v)):
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        gate_hidden = max(16, dim // 4) if gate_hidden is None else gate_hidden
+        counts = {
+            "dim": dim,
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "head_dim": head_dim,
+            "v_head_dim": v_head_dim,
+        }
+        for name, value in {**counts, "gate_hidden": gate_hidden}.items():
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if n_heads % n_kv_heads:
             raise ValueError(f"n_heads={n_heads}: must be a multiple of n_kv_heads={n_kv_heads}")
-        if d_k % 2:
-            raise ValueError(f"d_k={d_k}: must be even, as the rotation turns pairs")
-        if gate_hidden is not None and gate_hidden < 1:
-            raise ValueError(f"gate_hidden={gate_hidden}: must be at least 1, or None")
+        if head_dim % 2:
+            raise ValueError(f"head_dim={head_dim}: must be even, as the rotation turns pairs")
         if not 0 < rope_theta < math.inf:
             raise ValueError(f"rope_theta={rope_theta}: must be a finite number above 0")
-        check_sizes(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
-        if force_branch not in (None, "cmp", "sel", "win"):
-            raise ValueError(f"force_branch={force_branch!r}: must be cmp, sel or win")
-        self.n_heads, self.n_kv_heads, self.d_k, self.d_v = n_heads, n_kv_heads, d_k, d_v
-        self.l, self.d, self.l_sel, self.n_sel, self.w = l, d, l_sel, n_sel, w
-        self.force_branch = force_branch
+        if force_branch not in (None, *BRANCHES):
+            raise ValueError(f"force_branch={force_branch!r}: must be {', '.join(BRANCHES)} or None")
         check_backend(backend)
-        self.backend = backend
+        self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.sizes = Sizes(compress_block, compress_stride, select_block, n_select, window).check()
+        self.force_branch, self.backend = force_branch, backend
         # Receives each selection, bool [B, S, G, Ns]; set by nsa.training.statistics.
         self.selection_listener: Callable[[torch.Tensor], None] | None = None
-        self.w_q = nn.Linear(dim, n_heads * d_k, bias=False)
-        self.k_sel = nn.Linear(dim, n_kv_heads * d_k, bias=False)
-        self.v_sel = nn.Linear(dim, n_kv_heads * d_v, bias=False)
-        self.k_win = nn.Linear(dim, n_kv_heads * d_k, bias=False)
-        self.v_win = nn.Linear(dim, n_kv_heads * d_v, bias=False)
-        self.k_cmp = nn.Linear(dim, n_kv_heads * d_k, bias=False)
-        self.v_cmp = nn.Linear(dim, n_kv_heads * d_v, bias=False)
-        self.gate = Gate(
-            dim, n_heads, max(16, dim // 4) if gate_hidden is None else gate_hidden, stop_gradient=stop_gate_gradient
-        )
-        self.out = nn.Linear(n_heads * d_v, dim, bias=False)
-        self.rotary = Rotary(d_k, rope_theta)
+        self.w_q = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.k_sel = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.v_sel = nn.Linear(dim, n_kv_heads * v_head_dim, bias=False)
+        self.k_win = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.v_win = nn.Linear(dim, n_kv_heads * v_head_dim, bias=False)
+        self.k_cmp = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.v_cmp = nn.Linear(dim, n_kv_heads * v_head_dim, bias=False)
+        self.gate = Gate(dim, n_heads, gate_hidden, stop_gradient=stop_gate_gradient)
+        self.out = nn.Linear(n_heads * v_head_dim, dim, bias=False)
+        self.rotary = Rotary(head_dim, rope_theta)
         if compression == "mlp":
-            self.compress_k: nn.Module = MLPCompression(l, d, d_k)
-            self.compress_v: nn.Module = MLPCompression(l, d, d_v)
+            self.compress_k: nn.Module = MLPCompression(compress_block, compress_stride, head_dim)
+            self.compress_v: nn.Module = MLPCompression(compress_block, compress_stride, v_head_dim)
         elif compression == "mean":
-            self.compress_k, self.compress_v = MeanCompression(l, d), MeanCompression(l, d)
+            self.compress_k = self.compress_v = MeanCompression(compress_block, compress_stride)
         else:
             raise ValueError(f"compression={compression!r}: must be mean or mlp")
 
@@ -210,7 +214,7 @@ class NSAAttention(nn.Module):
     def from_config(cls, m: ModelConfig) -> NSAAttention:
         """Return the layer that a model configuration describes."""
         return cls(
-            m.dim, m.n_heads, m.n_kv_heads, m.d_k, m.d_v, m.l, m.d, m.l_sel, m.n_sel, m.w,
+            m.dim, m.n_heads, m.n_kv_heads, m.head_dim, v_head_dim=m.v_head_dim, **m.sizes._asdict(),
             compression=m.compression, gate_hidden=m.gate_hidden, force_branch=m.force_branch,
             stop_gate_gradient=m.stop_gate_gradient, rope_theta=m.rope_theta, backend=m.backend,
         )  # fmt: skip
@@ -244,19 +248,20 @@ class NSAAttention(nn.Module):
         # Once: a Linear of three dimensions does it for itself, with two nodes of the graph each.
         flat = x.flatten(0, 1)
 
-        def by_head(found: torch.Tensor, heads: int) -> torch.Tensor:
-            return found.unflatten(1, (heads, found.shape[1] // heads)).unflatten(0, (B, S))
+        def by_head(found: torch.Tensor, width: int) -> torch.Tensor:
+            return found.unflatten(1, (found.shape[1] // width, width)).unflatten(0, (B, S))
 
         if cu_seqlens is not None and cache is not None:
             raise ValueError("cu_seqlens: a KVCache is of sequences that are not packed")
         ends = None if cu_seqlens is None else pack_ends(cu_seqlens, B, S)
-        q = by_head(self.w_q(flat), self.n_heads)
+        q = by_head(self.w_q(flat), self.head_dim)
         positions = _positions(S, start, ends, x.device)
         table = self.rotary.table(positions, q.dtype)
         linears = (self.k_sel, self.k_win, self.k_cmp, self.v_sel, self.v_win, self.v_cmp)
         # For one token, joining the weights costs more than it saves.
         found = _side_by_side(flat, linears) if cache is None else [one(flat) for one in linears]
-        k_sel, k_win, k_cmp, v_sel, v_win, v_cmp = (by_head(one, self.n_kv_heads) for one in found)
+        k_sel, k_win, k_cmp = (by_head(one, self.head_dim) for one in found[:3])
+        v_sel, v_win, v_cmp = (by_head(one, self.v_head_dim) for one in found[3:])
         # Kept for the backward as they are, and views would keep all six.
         v_sel, v_win = v_sel.contiguous(), v_win.contiguous()
         q, k_sel, k_win = (self.rotary.turn(one, table) for one in (q, k_sel, k_win))
@@ -264,7 +269,7 @@ class NSAAttention(nn.Module):
         with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
             pairs = KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win)
             y = self._attend(q, *pairs, gates, positions, start=start, cache=cache, ends=ends)
-        return self.out(y.reshape(B * S, self.n_heads * self.d_v)).unflatten(0, (B, S))
+        return self.out(y.reshape(B * S, y.shape[2] * y.shape[3])).unflatten(0, (B, S))
 
     def _attend(
         self, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, positions: torch.Tensor, *, start: int,
@@ -277,26 +282,21 @@ class NSAAttention(nn.Module):
             raise RuntimeError(
                 "a KVCache keeps no tangents: call the layer without a cache for forward-mode derivatives"
             )
-        S, tail = q.shape[1], cmp if cache is None else cache.tail(cmp)
+        S, sizes = q.shape[1], self.sizes
+        l, d = sizes.compress_block, sizes.compress_stride
+        tail = cmp if cache is None else cache.tail(cmp, sizes)
         if ends is None:
             k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])
-            last = torch.arange(k_cmp.shape[1], device=q.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
+            last = torch.arange(k_cmp.shape[1], device=q.device) * d + (start + S - tail[0].shape[1] + l - 1)
         else:
-            tokens = tokens_of_blocks(ends, self.l, self.d, q.device)
+            tokens = tokens_of_blocks(ends, l, d, q.device)
             k_cmp, v_cmp = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens)
             last = positions[tokens[:, -1]]
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
         cmp = KV(self.rotary(k_cmp, last), v_cmp)
         if cache is not None:
-            cmp, sel, win = (
-                cache.add_compressed(cmp, tail, self.l, self.d),
-                cache.add_selected(sel),
-                cache.add_window(win, self.w),
-            )
-            cache.add_tokens(S)
-        forced, listener = self.force_branch, self.selection_listener
-        sizes = Sizes(self.l, self.d, self.l_sel, self.n_sel, self.w)
-        scale = self.d_k**-0.5
+            cmp, sel, win = cache.append(cmp, sel, win, tail)
+        forced, listener, scale = self.force_branch, self.selection_listener, self.head_dim**-0.5
         if cache is not None and start and q.numel():
             if forced is None:
                 return decoding.attend_gated(
@@ -307,19 +307,21 @@ class NSAAttention(nn.Module):
                 listener(chosen)
             return out[forced]
         if forced:
-            y = self._attend_forced(forced, q, cmp, sel, win, sizes, ends)
+            y = self._attend_forced(forced, q, cmp, sel, win, ends)
             return y + zero_times(*cmp, *sel, *win, gates)
         return attend(q, cmp, sel, win, gates, sizes, scale=scale, backend=self.backend, ends=ends, listener=listener)
 
     def _attend_forced(
-        self, forced: Branch, q: torch.Tensor, cmp: KV, sel: KV, win: KV, sizes: Sizes, ends: list[int] | None
+        self, forced: Branch, q: torch.Tensor, cmp: KV, sel: KV, win: KV, ends: list[int] | None
     ) -> torch.Tensor:
         """One branch alone, its gate 1; of a pack, one sequence after the other."""
-        S, parts = q.shape[1], []
+        S, sizes, parts = q.shape[1], self.sizes, []
         whole = [(0, S, 0, cmp[0].shape[1])]
-        for a, b, c0, c1 in whole if ends is None or S == 0 else spans(ends, self.l, self.d):
+        for a, b, c0, c1 in (
+            whole if ends is None or S == 0 else spans(ends, sizes.compress_block, sizes.compress_stride)
+        ):
             out, chosen = run_branches(
-                q[:, a:b], cmp.between(c0, c1), sel.between(a, b), win.between(a, b), sizes, scale=self.d_k**-0.5,
+                q[:, a:b], cmp.between(c0, c1), sel.between(a, b), win.between(a, b), sizes, scale=self.head_dim**-0.5,
                 backend=self.backend, branches=(forced,),
             )  # fmt: skip
             parts.append(out[forced])
@@ -333,12 +335,12 @@ class DenseAttention(nn.Module):
 
     def __init__(self, m: ModelConfig) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.backend = m.n_heads, m.n_kv_heads, m.backend
-        self.w_q = nn.Linear(m.dim, m.n_heads * m.d_k, bias=False)
-        self.w_k = nn.Linear(m.dim, m.n_kv_heads * m.d_k, bias=False)
-        self.w_v = nn.Linear(m.dim, m.n_kv_heads * m.d_v, bias=False)
-        self.out = nn.Linear(m.n_heads * m.d_v, m.dim, bias=False)
-        self.rotary = Rotary(m.d_k, m.rope_theta)
+        self.head_dim, self.v_head_dim, self.backend = m.head_dim, m.v_head_dim, m.backend
+        self.w_q = nn.Linear(m.dim, m.n_heads * m.head_dim, bias=False)
+        self.w_k = nn.Linear(m.dim, m.n_kv_heads * m.head_dim, bias=False)
+        self.w_v = nn.Linear(m.dim, m.n_kv_heads * m.v_head_dim, bias=False)
+        self.out = nn.Linear(m.n_heads * m.v_head_dim, m.dim, bias=False)
+        self.rotary = Rotary(m.head_dim, m.rope_theta)
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int] | None = None) -> torch.Tensor:
         """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1] or a list, B = 1) packed sequences."""
@@ -346,11 +348,11 @@ class DenseAttention(nn.Module):
         S = x.shape[1]
         packed = None if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
         q, k, v = (
-            one.unflatten(-1, (heads, one.shape[-1] // heads))
-            for one, heads in (
-                (self.w_q(x), self.n_heads),
-                (self.w_k(x), self.n_kv_heads),
-                (self.w_v(x), self.n_kv_heads),
+            one.unflatten(-1, (one.shape[-1] // width, width))
+            for one, width in (
+                (self.w_q(x), self.head_dim),
+                (self.w_k(x), self.head_dim),
+                (self.w_v(x), self.v_head_dim),
             )
         )
         table = self.rotary.table(_positions(S, 0, packed, x.device), q.dtype)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
 from nsa.kernels.blocks import without_autocast
 from nsa.kernels.dispatch import explain, sum_branches
 from nsa.kernels.reference import probabilities, weighted
-from nsa.kernels.sizes import KV, Sizes
+from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 QUERIES = 64  # at once: each gathers its own keys and values
 FEW = 16  # new tokens, up to which a CPU takes one after another: nothing is masked then
@@ -64,11 +64,11 @@ class KVCache:
 
     The selected branch keeps every token, the window the last w - 1, the compressed branch its blocks and the tokens that no
     whole block covers yet. ``length`` is the number of tokens seen. ``spare``: how many of the last tokens `crop` can take back,
-    as speculative decoding needs; they are kept as well.
+    as speculative decoding needs; they are kept as well. A larger ``spare`` holds for tokens that come after it is set.
     """
 
     def __init__(self, *, spare: int = 0) -> None:
-        self._spare = operator.index(spare)
+        self.spare = operator.index(spare)
         if spare < 0:
             raise ValueError(f"spare={spare}: must be 0 or a number of tokens")
         self.length = 0
@@ -78,21 +78,32 @@ class KVCache:
         self._window: KV | None = None
         self._tail: KV | None = None  # the last tokens, ``_ahead`` of them before the first block that is not whole
         self._ahead = 0
-        self._block = (0, 0)  # size and stride of the compressed blocks, in tokens
+        self._owner: dict[str, Any] = {}  # what the layer of its first call has
+        self._sizes = Sizes()
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Leave the cache as it was where the body raises."""
         growing = (*self._compressed, *self._selected)
-        before = self.length, self._room, self._window, self._tail, self._ahead
+        before = self.length, self._room, self._window, self._tail, self._ahead, self._owner
         used = [len(one) for one in growing]
         try:
             yield
         except BaseException:
-            self.length, self._room, self._window, self._tail, self._ahead = before
+            self.length, self._room, self._window, self._tail, self._ahead, self._owner = before
             for one, n in zip(growing, used, strict=True):
                 one.shorten(n)
             raise
+
+    @property
+    def batch(self) -> int:
+        """How many sequences it has; 0 before the first call."""
+        return 0 if self._tail is None else self._tail.k.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are; the CPU before the first call."""
+        return torch.device("cpu") if self._tail is None else self._tail.k.device
 
     def reorder(self, index: torch.Tensor) -> None:
         """Make sequence i of the batch the former sequence ``index[i]``: int32 or int64 [B'], in any order, repeated or dropped.
@@ -121,8 +132,8 @@ class KVCache:
             return
         assert self._window is not None
         assert self._tail is not None
-        l, d = self._block
-        n_blocks = max(0, (length - l) // d + 1)
+        d = self._sizes.compress_stride
+        n_blocks = blocks.num_compressed(length, self._sizes.compress_block, d)
         first = self.length - self._tail.k.shape[1]  # token of the tail
         for one in self._compressed:
             one.shorten(n_blocks)
@@ -132,8 +143,20 @@ class KVCache:
         self._tail, self._window = (kv.between(0, kv.k.shape[1] - less) for kv in (self._tail, self._window))
         self.length, self._room = length, self._room - less
 
-    def tail(self, new: KV) -> KV:
-        """Return the tokens of which further compressed blocks are made, ``new`` the last. ValueError for another batch."""
+    def tail(self, new: KV, sizes: Sizes) -> KV:
+        """Return the tokens of which further compressed blocks are made, ``new`` the last. ValueError for another layer's."""
+        width, v_width = new.k.shape[3], new.v.shape[3]
+        owner = {
+            **sizes._asdict(),
+            "n_kv_heads": new.k.shape[2],
+            "head_dim": width,
+            "v_head_dim": v_width,
+            "dtype": new.k.dtype,
+        }
+        other = [f"{name}={kept} (here {owner[name]})" for name, kept in self._owner.items() if kept != owner[name]]
+        if other:
+            raise ValueError(f"cache: is of a layer with {', '.join(other)}; each layer needs its own KVCache()")
+        self._owner, self._sizes = owner, sizes
         if self._tail is None:
             return new
         batch, kept = new.k.shape[0], self._tail.k.shape[0]
@@ -144,32 +167,23 @@ class KVCache:
             )
         return _joined(self._tail.between(self._ahead, self._tail.k.shape[1]), new)
 
-    def add_compressed(self, blocks_made: KV, tail: KV, l: int, d: int) -> KV:
-        """Take in the blocks of ``l`` tokens, one every ``d``, that ``tail`` made; returns all."""
-        self._block = (l, d)
-        done = self._ahead + blocks_made.k.shape[1] * d
+    def append(self, cmp: KV, sel: KV, win: KV, tail: KV) -> tuple[KV, KV, KV]:
+        """Take in new tokens, and the blocks ``cmp`` that `tail` made; return all keys that the new tokens may see, by branch."""
+        n, l_w = sel.k.shape[1], self._sizes.window - 1
+        done = self._ahead + cmp.k.shape[1] * self._sizes.compress_stride
         kept = tail if self._tail is None or not self._ahead else _joined(self._tail.between(0, self._ahead), tail)
-        first = max(0, done - -(-self._spare // d) * d)
+        first = max(0, done - -(-self.spare // self._sizes.compress_stride) * self._sizes.compress_stride)
         # Copies: a view would keep all tokens of the call.
         self._tail, self._ahead = KV(kept.k[:, first:].clone(), kept.v[:, first:].clone()), done - first
-        return KV(self._compressed[0].append(blocks_made.k), self._compressed[1].append(blocks_made.v))
-
-    def add_selected(self, new: KV) -> KV:
-        """Take in keys and values of the selected branch; returns all."""
-        return KV(self._selected[0].append(new.k), self._selected[1].append(new.v))
-
-    def add_window(self, new: KV, w: int) -> KV:
-        """Take in keys and values of the window; returns those that any of the new tokens sees."""
-        all_kept = new if self._window is None else _joined(self._window, new)
-        n = w - 1 + self._spare
-        self._window = KV(_last(all_kept.k, n), _last(all_kept.v, n))
-        n_kept = all_kept.k.shape[1]
-        return all_kept.between(max(0, n_kept - (w - 1) - new.k.shape[1]), n_kept)
-
-    def add_tokens(self, n: int) -> None:
-        """Count ``n`` tokens that all branches have taken in."""
+        seen = win if self._window is None else _joined(self._window, win)
+        self._window = KV(_last(seen.k, l_w + self.spare), _last(seen.v, l_w + self.spare))
         self.length += n
-        self._room = min(self._spare, self._room + n)
+        self._room = min(self.spare, self._room + n)
+        return (
+            KV(self._compressed[0].append(cmp.k), self._compressed[1].append(cmp.v)),
+            KV(self._selected[0].append(sel.k), self._selected[1].append(sel.v)),
+            seen.between(max(0, seen.k.shape[1] - l_w - n), seen.k.shape[1]),
+        )
 
 
 def _joined(a: KV, b: KV) -> KV:
@@ -188,12 +202,12 @@ def attend_gated(
 
     ``listener`` receives the selection, bool [B, T, G, Ns].
     """
-    n_blocks = blocks.num_selection(start + q.shape[1], sizes.l_sel)
+    n_blocks = blocks.num_selection(start + q.shape[1], sizes.select_block)
     if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton" and scale > 0:
         from nsa.kernels.triton import decoding as on_gpu
         from nsa.kernels.triton.operators import selection_mask
 
-        if on_gpu.serves(q, sel[1].shape[-1], sizes.l, sizes.d, sizes.l_sel):
+        if on_gpu.serves(q, sel[1].shape[-1], sizes):
             y, picks = on_gpu.attend(q, cmp, sel, win, gates, start, *sizes, scale)
             if listener is not None:
                 listener(selection_mask(picks, n_blocks).unflatten(0, q.shape[:2]))

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace import logger
+from nsa.trace.calls.arguments import asynchronous_sum
 
 Listener = Callable[[dist.GradBucket], None]
 
@@ -44,8 +45,7 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
     buffer, n = bucket.buffer(), state.group.size()
     if n > 1:
         buffer = buffer.div_(n) if state.kept_views else buffer.mul_(1.0 / n)
-    work = dist.all_reduce(buffer, group=state.group, async_op=True)
-    assert work is not None
+    work = state.group.allreduce([buffer], asynchronous_sum())  # as DDP calls it, without what `dist.all_reduce` checks
     return work.get_future().then(lambda future: future.value()[0])
 
 

@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_st
 
 from nsa.config import Config, ConfigError, ModelConfig, model_config
 from nsa.data.packing import Position
+from nsa.data.sources import identity
 from nsa.trace.files import write_atomically
 from nsa.training.safe_reader import SafePlanner, SafeReader
 from nsa.training.saved import (
     DESCRIPTION,
     SCHEMA,
     Description,
-    data_settings,
+    as_json,
     describe,
     is_finite,
     refuse_another_model,
@@ -63,6 +64,7 @@ class Checkpointer:
     ) -> None:
         self.folder, self.config, self.rank, self.world_size = folder, config, rank, world_size
         self.on_saved, self.on_failed = on_saved, on_failed
+        self._data = identity(config)
         self._running: tuple[Future[Any], Path, Description] | None = None
         # A separate group: the writing thread's collectives must not mix with the training's. On gloo: dcp uses the CPU.
         needs_gloo = dist.is_initialized() and (config.checkpoint.asynchronous or dist.get_backend() != "gloo")
@@ -84,7 +86,7 @@ class Checkpointer:
         _ignore_single_process_warning()
         description = Description(
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
-            data_settings(self.config), torch.__version__, {}, finite,
+            self._data, as_json(self.config), torch.__version__, {}, finite,
         )  # fmt: skip
         try:
             writer = dcp.FileSystemWriter(partial)  # makes the folder, and shares a failure with all ranks

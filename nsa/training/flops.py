@@ -16,9 +16,9 @@ def keys_seen(m: ModelConfig, seq_len: int) -> float:
     if m.attention == "dense":
         return (seq_len + 1) / 2
     t = torch.arange(1, seq_len + 1, dtype=torch.float64)  # tokens up to and with the query
-    compressed = ((t - m.l).div(m.d, rounding_mode="floor") + 1).clamp(min=0)
-    selected = t.clamp(max=m.n_sel * m.l_sel)
-    return float((compressed + selected + t.clamp(max=m.w)).mean())
+    compressed = ((t - m.compress_block).div(m.compress_stride, rounding_mode="floor") + 1).clamp(min=0)
+    selected = t.clamp(max=m.n_select * m.select_block)
+    return float((compressed + selected + t.clamp(max=m.window)).mean())
 
 
 def flops_per_token(module: nn.Module, m: ModelConfig, seq_len: int) -> float:
@@ -27,7 +27,7 @@ def flops_per_token(module: nn.Module, m: ModelConfig, seq_len: int) -> float:
     Recomputation under gradient checkpointing is not counted.
     """
     weights = sum(p.numel() for name, p in module.named_parameters() if p.ndim > 1 and "embed" not in name)
-    return 6.0 * weights + 6.0 * m.n_layers * m.n_heads * (m.d_k + m.d_v) * keys_seen(m, seq_len)
+    return 6.0 * weights + 6.0 * m.n_layers * m.n_heads * (m.head_dim + m.v_head_dim) * keys_seen(m, seq_len)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -39,17 +39,21 @@ class Metrics:
             "tokens": result.tokens, "tokens_per_s": rate, "mfu": mfu, "peak_mib": result.peak_mib, "gates": result.gates,
             "time": time.time(),
         }  # fmt: skip
+        held_out = result.validation_loss
+        if held_out is not None:
+            fields["validation_loss"] = held_out
         self._file.write(to_json(fields) + "\n")
         if self._board is not None:
             named = {"loss": result.loss, "lr": result.lr, "tokens_per_s": rate, "peak_mib": result.peak_mib}
             for name, value in (*named.items(), *((f"gate/{b}", mean) for b, mean in result.gates.items())):
                 self._board.add_scalar(name, value, result.step)
         gates = " ".join(f"{name} {mean:.2f}" for name, mean in result.gates.items())
-        return (
+        line = (
             f"step {result.step}/{self.config.train.steps} loss {result.loss:.4f} lr {result.lr:.2e} "
             f"tokens/s {rate:.0f} {'' if mfu is None else f'MFU {100 * mfu:.1f}% '}peak {result.peak_mib:.0f} MiB "
-            f"gates {gates or '-'}"
+            f"{f'gates {gates} ' if gates else ''}{'' if held_out is None else f'validation {held_out:.4f}'}"
         )
+        return line.rstrip()
 
     def close(self) -> None:
         """Close the file and TensorBoard."""

@@ -10,6 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +20,7 @@ import torch
 
 from nsa.config import Config, ConfigError
 from nsa.data.loader import Loader
+from nsa.data.packing import Batch, Position, Source, batches
 from nsa.kernels.dispatch import describe as describe_attention
 from nsa.trace.environment import write_environment
 from nsa.trace.stall.watchdog import Watchdog
@@ -46,8 +49,9 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None, launcher: int = 0
-    ) -> None:
+        self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None, launcher: int = 0,
+        validation: Source | None = None,
+    ) -> None:  # fmt: skip
         self._launcher = launcher
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
         self._bar: tqdm[NoReturn] | None = None
@@ -55,8 +59,10 @@ class Run:
         if ranks.rank == 0:
             write_environment(folder / "env.json", attention=served)
             kernel = f", torch's kernel {served['kernel']}" if "kernel" in served else ""
+            m = config.model
             self.log(
-                f"attention: {served['attention']} by the backend {served['backend']}{kernel} ({served['reason']})"
+                f"model: {m.n_layers} layers, dim {m.dim}, {m.attention} attention by the backend {served['backend']}{kernel} "
+                f"({served['reason']})"
             )
         try:
             self.traces = trace_training(folder, ranks.rank, ranks.world_size, config.parallel.mode.upper())
@@ -74,6 +80,7 @@ class Run:
                 raise
             self.trainer.steps_done = describe(resumed).step
             self.log(f"resumed from {resumed} after step {self.trainer.steps_done}")
+        self._held_out = [] if validation is None else held_out(validation, config, ranks)
         self.metrics = Metrics(folder, config, ranks, self.trainer.flops_per_token) if ranks.rank == 0 else None
         self.checkpoints = Checkpointer(
             folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.log(f"saved {path}"), self._not_saved
@@ -134,8 +141,10 @@ class Run:
             if self._bar is not None:
                 self._bar.update()
             due = bool(every) and (step % every == 0 or step == train.steps)
-            reads = due or step % train.log_every == 0 or step == train.steps
-            stop, written = self._report() if reads else (0, 0)
+            is_last = step == train.steps
+            validates = bool(self._held_out) and (step % self.config.data.validate_every == 0 or is_last)
+            reads = due or validates or step % train.log_every == 0 or is_last
+            stop, written = self._report(validates=validates) if reads else (0, 0)
             if due or stop:
                 state = self.trainer.model, self.trainer.optimizer, batches[-1].position
                 self.checkpoints.save(step, *state, finite=self._skips == 0)
@@ -154,12 +163,15 @@ class Run:
         self.log(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
         return DONE
 
-    def _report(self) -> tuple[int, int]:
+    def _report(self, *, validates: bool) -> tuple[int, int]:
         """Read and report the figures of the last steps; return how many ranks want to stop, and have written their checkpoint.
 
-        Raises NotFiniteError if the figures end the run.
+        With the held-out loss if it ``validates``. Raises NotFiniteError if the figures end the run.
         """
         results = self.trainer.read()
+        if validates:
+            results[-1] = replace(results[-1], validation_loss=self.trainer.evaluate(self._held_out))
+            self.trainer.start_clock()
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{results[-1].loss:.3f}", refresh=False)
         if self.metrics is not None:
@@ -214,11 +226,18 @@ class Run:
         self._must_stop = True
 
 
+def held_out(source: Source, config: Config, ranks: RankInfo) -> list[Batch]:
+    """Return this rank's batches of the validation set, the same in each evaluation."""
+    size = config.train.batch_size
+    count = -(-config.data.validation_samples // (size * ranks.world_size))
+    return list(islice(batches(source, Position(), size, ranks.rank, ranks.world_size), count))
+
+
 def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
     """Return what serves the model's attention. ConfigError for a backend that cannot."""
     m = config.model
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.d_k, m.d_v
+    shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim
     try:
         return describe_attention(m.attention, m.backend, dtype, device, shape)
     except ValueError as error:

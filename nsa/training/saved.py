@@ -15,13 +15,12 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-from nsa.config import Config, ConfigError
-from nsa.convert import shown
+from nsa.config import Config, ConfigError, shown
 from nsa.data.packing import Position
-from nsa.data.sources import MADE
+from nsa.data.sources import identity
 from nsa.trace.strict_json import to_json
 
-SCHEMA = 1
+SCHEMA = 2
 DESCRIPTION = "checkpoint.json"
 _CHUNK = 1 << 24  # bytes
 MOST = 256 << 20  # bytes of a file that is read as a whole
@@ -59,6 +58,7 @@ class Description:
     parallel: str
     model: dict[str, Any]
     data: dict[str, Any]
+    train: dict[str, Any]
     torch: str
     files: dict[str, tuple[int, int]]
     finite: bool
@@ -156,7 +156,9 @@ def describe(path: Path) -> Description:
         ]
         if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(map(is_name, files)):
             raise ValueError
-        described = dataclasses.replace(described, model=dict(described.model), data=dict(described.data))
+        described = dataclasses.replace(
+            described, model=dict(described.model), data=dict(described.data), train=dict(described.train)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         newest = next(reversed(saved_in(path.parent)), None) if path.name == "latest" else None
         advice = f"give a checkpoint, as {newest}" if newest else "give a step_* folder that --save-every wrote"
@@ -182,19 +184,32 @@ def newest_finite(folder: Path, before: int) -> Path | None:
     return next((path for path in reversed(saved_in(folder)) if is_finite(path) and describe(path).step < before), None)
 
 
-def data_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that the samples, and so a position among them, depend on."""
-    data = config.data
-    hub = data.hub if data.path is None else None  # the path itself may change: files may have been moved
-    settings = {"seq_len": config.train.seq_len, "dataset": data.dataset, "hub": hub, "tokenizer": data.tokenizer}
-    return {**settings, "seed": config.train.seed} if data.dataset in MADE else settings
-
-
 def refuse_other_data(path: Path, config: Config) -> None:
     """Raise ConfigError if ``config`` reads other samples than the run that wrote the checkpoint, whose position is then wrong."""
-    other = _differences(describe(path).data, data_settings(config))
+    saved, mine = describe(path).data, identity(config)
+    other = _differences({name: v for name, v in saved.items() if name != "files"}, mine)
+    then, now = saved.get("files", {}), mine.get("files", {})
+    changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+    if changed and not other:
+        name = changed[0]
+        what = "is not there any more" if name not in now else "is new" if name not in then else "has another content"
+        other = f"other files: {shown(name)} {what}"
     if other:
-        raise ConfigError(f"checkpoint {str(path)!r}: its position in the data is for {other}; use the same settings")
+        raise ConfigError(f"checkpoint {str(path)!r}: its position in the data is for {other}; use the same data")
+
+
+def other_settings(path: Path, config: Config) -> list[str]:
+    """Return a line for each setting of the training that differs from the checkpoint's."""
+    saved, mine = describe(path).train, as_json(config)
+    return [
+        f"train.{name}={mine[name]!r}, and {saved.get(name)!r} before" for name in mine if saved.get(name) != mine[name]
+    ]
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """Return the training's settings as JSON reads them."""
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config.train)))
+    return found
 
 
 def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") -> str:
@@ -203,6 +218,16 @@ def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") 
         for name, value in saved.items()
         if mine.get(name) != value
     )
+
+
+def refuse_trained(folder: Path) -> None:
+    """Raise ConfigError for a run's folder that has steps or checkpoints, which another run would replace."""
+    metrics = folder / "metrics.jsonl"
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    if has_steps or saved_in(folder / "checkpoints"):
+        raise ConfigError(
+            f"--out {str(folder)!r}: has a training; go on with it by --resume auto, or give another folder"
+        )
 
 
 def refuse_another_model(path: Path, config: Config) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa.config import BRANCHES
 from nsa.kernels.dispatch import counters
 from nsa.model.attention import NSAAttention
 from nsa.model.gate import Gate
+from nsa.sizes import BRANCHES
 from nsa.trace import logger
 from nsa.trace.names import plain_name
 from nsa.trace.strict_json import to_json
@@ -102,7 +102,7 @@ class SelectionStatistics:
         if on:
             self._seen = {}
         for name, layer in self._layers:
-            layer.selection_listener = self._saw(name, layer.l_sel) if on else None
+            layer.selection_listener = self._saw(name, layer.sizes.select_block) if on else None
 
     def _saw(self, name: str, l_sel: int) -> Callable[[torch.Tensor], None]:
         # Called for each micro-batch, and for each sequence of a pack. A recomputation counts all of them once more, which changes

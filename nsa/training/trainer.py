@@ -33,9 +33,10 @@ from nsa.training.statistics import GateStatistics, SelectionStatistics, write_d
 class StepResult:
     """The result of a step. ``loss`` is the mean over ranks, in nats per token; ``tokens`` counts all ranks.
 
-    ``grad_norm``: L2 norm of the averaged gradients before they are clipped. ``skipped``: loss or norm is NaN or infinite, and
-    the optimizer made no update. ``votes``: for each vote of `Trainer.step`, how many ranks voted for it. ``seconds`` include the
-    wait for data, and are the mean if several steps were read at once.
+    ``grad_norm``: L2 norm of the averaged gradients before they are clipped.
+    ``validation_loss``: the held-out loss after the step, where it was evaluated. ``skipped``: loss or norm is NaN or
+    infinite, and the optimizer made no update. ``votes``: for each vote of `Trainer.step`, how many ranks voted for it.
+    ``seconds`` include the wait for data, and are the mean if several steps were read at once.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepResult:
     peak_mib: float
     grad_norm: float = math.nan
     skipped: bool = False
+    validation_loss: float | None = None
     gates: dict[str, float] = field(default_factory=dict)
     votes: tuple[int, ...] = ()
 
@@ -202,6 +204,20 @@ class Trainer:
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=bf16):
             loss: torch.Tensor = self.model(inputs, targets=targets, **packed)
         return loss
+
+    def evaluate(self, batches: list[Batch]) -> float:
+        """Return the mean loss of ``batches`` over all ranks, without a gradient; a collective if there are several ranks."""
+        self.gates.listen(False)
+        self.selection.listen(False)
+        is_compiled = self.config.train.compile == "step"
+        self.model.eval()
+        total = torch.zeros((), device=self.ranks.device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            for batch in batches:
+                total += self.loss(batch).float()
+        self.model.train()
+        self.sum_over_ranks(total)
+        return float(total) / (len(batches) * self.ranks.world_size)
 
     def sum_over_ranks(self, figures: torch.Tensor) -> None:
         """Sum ``figures`` over all ranks, in place; a collective if there are several ranks."""

@@ -76,8 +76,8 @@ def record_launches(
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
     from nsa.kernels import blocks
-    from nsa.kernels.sizes import Sizes
     from nsa.kernels.triton import block_schedule, branches, decoding, rotary, selection_schedule, tiles, whole
+    from nsa.sizes import Sizes
 
     found: list[Launch] = []
 
@@ -136,7 +136,8 @@ def code_of(launch: Launch, capability: int) -> Any:
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is True or (isinstance(value, int) and value == 1):
+        is_any = parameter.do_not_specialize
+        if parameter.is_constexpr or value is True or (isinstance(value, int) and value == 1 and not is_any):
             signature[parameter.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
@@ -144,7 +145,7 @@ def code_of(launch: Launch, capability: int) -> Any:
             signature[parameter.name] = "fp32"
         elif isinstance(value, int):
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not is_any:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             layout = f",{value.layout!r}" if is_gluon else ""

@@ -26,6 +26,7 @@ from nsa.kernels.triton import decoding as on_gpu
 from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
 from nsa.model.attention import Rotary
+from nsa.sizes import Sizes
 from tests_cpu.kernels.given_masks import masks
 from tests_cpu.kernels.large_scores import SCALE
 from tests_cpu.kernels.large_scores import large_scores as half_inputs
@@ -89,7 +90,7 @@ def given_picks() -> None:
         f_inputs = low(inputs, torch.float32)
         rounded = low(f_inputs, torch.float64)
         chosen = masks(1, 40, 2, 16)[kind]
-        found = selected_attention(*f_inputs, chosen, l_sel=16, scale=0.25, backend="triton")
+        found = selected_attention(*f_inputs, chosen, select_block=16, scale=0.25, backend="triton")
         wanted = reference.selected(*rounded, chosen, l_sel=16, n_sel=3, scale=0.25)
         compare(found, wanted, f_inputs, rounded, 1e-5)
 
@@ -211,42 +212,42 @@ def _selected(*cases: tuple[int, int, int, int, int, int], piece: int = 7) -> No
 
 def _whole(
     lengths: list[int], B: int, H: int, G: int, d_k: int, d_v: int, dtype: torch.dtype, scale: float, *, twice: bool = False,
-    **sizes: int,
+    sizes: Sizes,
 ) -> None:  # fmt: skip
     """Check `nsa_attention` as a user calls it, a pack where there are several lengths; if ``twice``, the same bits both times."""
     S = sum(lengths)
-    n = sum(blocks.num_compressed(s, sizes["l"], sizes["d"]) for s in lengths)
+    n = sum(blocks.num_compressed(s, *sizes[:2]) for s in lengths)
     keys = ((B, m, G, width) for m in (n, S, S) for width in (d_k, d_v))
     inputs = [random(B, S, H, d_k), *(random(*key) for key in keys), random(B, S, H, 3)]
     with torch.no_grad():  # not negative, as after the sigmoid of Eq. 5; and one gate that is 0
         inputs[-1].abs_()[0, S // 2] = 0
     exact = low(low(inputs, dtype), torch.float64)
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]) if len(lengths) > 1 else None
-    wanted = nsa_attention(*exact, **sizes, cu_seqlens=ends, scale=scale, backend="reference")
+    wanted = nsa_attention(*exact, sizes=sizes, cu_seqlens=ends, scale=scale, backend="reference")
     f_inputs = low(inputs, dtype)
-    found = nsa_attention(*f_inputs, **sizes, cu_seqlens=ends, scale=scale, backend="triton")
-    again = nsa_attention(*f_inputs, **sizes, cu_seqlens=ends, scale=scale, backend="triton") if twice else None
+    found = nsa_attention(*f_inputs, sizes=sizes, cu_seqlens=ends, scale=scale, backend="triton")
+    again = nsa_attention(*f_inputs, sizes=sizes, cu_seqlens=ends, scale=scale, backend="triton") if twice else None
     compare(found, wanted, f_inputs, exact, 1e-5 if dtype == torch.float32 else 3e-2, again)
 
 
 @check
 def whole() -> None:
     """Check a pack with an empty sequence, twice."""
-    _whole([5, 0, 34], 1, 4, 2, 16, 16, torch.float32, 0.25, twice=True, l=8, d=4, l_sel=16, n_sel=3, w=12)
+    _whole([5, 0, 34], 1, 4, 2, 16, 16, torch.float32, 0.25, twice=True, sizes=Sizes(8, 4, 16, 3, 12))
 
 
 @check
 def wholes() -> None:
     """Check a batch; a scale below zero; float16; more picks than blocks."""
-    _whole([50], 2, 3, 1, 48, 16, torch.float32, -0.1, l=8, d=8, l_sel=16, n_sel=3, w=100)
-    _whole([60], 1, 4, 1, 16, 16, torch.float16, 0.25, l=8, d=4, l_sel=16, n_sel=9, w=20)
+    _whole([50], 2, 3, 1, 48, 16, torch.float32, -0.1, sizes=Sizes(8, 8, 16, 3, 100))
+    _whole([60], 1, 4, 1, 16, 16, torch.float16, 0.25, sizes=Sizes(8, 4, 16, 9, 20))
 
 
 @check
 def one_tile() -> None:
     """Check the loop over keys without masks, by TMA, on tiles so small that most need no mask, of a pack."""
     branches.tile = block_schedule.tile = selection_schedule.tile = lambda *_: Tile(16, 16, 4, 1, 2, True)
-    _whole([50, 40], 1, 2, 1, 32, 16, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=36)
+    _whole([50, 40], 1, 2, 1, 32, 16, torch.float32, 0.2, sizes=Sizes(8, 4, 16, 3, 36))
 
 
 @check
@@ -258,24 +259,24 @@ def tiles() -> None:
         ([90, 70], Tile(16, 32, 4, 1, 2, True), 32, 16),
     ):
         branches.tile = block_schedule.tile = selection_schedule.tile = lambda *_, tile=sizes: tile
-        _whole(lengths, 1, 2, 1, d_k, d_v, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=70)
+        _whole(lengths, 1, 2, 1, d_k, d_v, torch.float32, 0.2, sizes=Sizes(8, 4, 16, 3, 70))
 
 
 @check
 def ranges() -> None:
     """Check queries in several ranges, which add to dk and dv of blocks before them: a sequence, a batch, a pack."""
     sequences.PARTS = 1
-    _whole([150], 1, 2, 1, 16, 16, torch.float32, 0.25, twice=True, l=8, d=4, l_sel=16, n_sel=4, w=12)
-    _whole([70], 2, 2, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
-    _whole([50, 3, 60], 1, 2, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
+    _whole([150], 1, 2, 1, 16, 16, torch.float32, 0.25, twice=True, sizes=Sizes(8, 4, 16, 4, 12))
+    _whole([70], 2, 2, 1, 16, 16, torch.float32, 0.25, sizes=Sizes(8, 4, 16, 3, 12))
+    _whole([50, 3, 60], 1, 2, 1, 16, 16, torch.float32, 0.25, sizes=Sizes(8, 4, 16, 3, 12))
 
 
 @check
 def groups() -> None:
     """Check groups of 1 head and of 64, head dims up to 256."""
-    _whole([36], 1, 2, 2, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
-    _whole([36], 1, 64, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
-    _whole([36], 1, 2, 1, 256, 240, torch.float32, 0.06, l=8, d=4, l_sel=16, n_sel=3, w=12)
+    _whole([36], 1, 2, 2, 16, 16, torch.float32, 0.25, sizes=Sizes(8, 4, 16, 3, 12))
+    _whole([36], 1, 64, 1, 16, 16, torch.float32, 0.25, sizes=Sizes(8, 4, 16, 3, 12))
+    _whole([36], 1, 2, 1, 256, 240, torch.float32, 0.06, sizes=Sizes(8, 4, 16, 3, 12))
 
 
 @check
@@ -295,14 +296,14 @@ def rotary() -> None:
 @check
 def functional() -> None:
     """Check `torch.func.grad`, and that forward mode is refused."""
-    S, sizes = 20, {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 12}
-    n = blocks.num_compressed(S, sizes["l"], sizes["d"])
+    S, sizes = 20, Sizes(8, 4, 16, 3, 12)
+    n = blocks.num_compressed(S, *sizes[:2])
     exact = [torch.randn(1, S, 2, 16), *(torch.randn(1, m, 1, 16) for m in (n, n, S, S, S, S)), torch.rand(1, S, 2, 3)]
     exact = [x.double() for x in exact]
     weight = torch.randn(1, S, 2, 16)
 
     def loss(backend: str) -> Callable[..., torch.Tensor]:
-        return lambda *x: (nsa_attention(*x, **sizes, backend=backend) * weight).sum()
+        return lambda *x: (nsa_attention(*x, sizes=sizes, backend=backend) * weight).sum()
 
     inputs = [x.float() for x in exact]
     found = torch.func.grad(loss("triton"), argnums=tuple(range(8)))(*inputs)
@@ -346,8 +347,7 @@ def decoding() -> None:
         (512, 32, everything, 130, 1, 5, 1, 16, 16, 20),
     ):
         on_gpu.PROGRAMS, on_gpu.MOST_SCORES, on_gpu.AT_ONCE = programs, scores, at_once
-        sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": n_sel, "w": 70}
-        layer = NSAAttention(32, H, G, d_k, d_v, **sizes)
+        layer = NSAAttention(32, H, G, d_k, v_head_dim=d_v, **Sizes(8, 4, 16, n_sel, 70)._asdict())
         x = torch.randn(2, start + T, 32)
         found, selections = [], []
         for backend in ("reference", "triton"):
@@ -373,10 +373,10 @@ def large_scores() -> None:
     S, start = 40, 37
     sizes, inputs, wanted = half_inputs(S, torch.float16)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
-    seen = slice(start - (sizes.w - 1), S)
+    seen = slice(start - (sizes.window - 1), S)
     window, new = (k_win[:, seen], v_win[:, seen]), slice(start, S)
     with np.errstate(over="ignore"):  # the exponential of a later key's score, which is masked
-        found = nsa_attention(*inputs, **sizes._asdict(), scale=SCALE, backend="triton")
+        found = nsa_attention(*inputs, sizes=sizes, scale=SCALE, backend="triton")
         cached, _ = on_gpu.attend(
             q[:, new], (k_cmp, v_cmp), (k_sel, v_sel), window, gates[:, new], start, *sizes, SCALE
         )
@@ -388,15 +388,13 @@ def large_scores() -> None:
 def any_shape() -> None:
     """Check sizes that each run draws at random."""
     d, G = numbers.choice((1, 2, 4, 8)), numbers.choice((1, 2, 3))
-    sizes = {
-        "l": d * numbers.randint(1, 4), "d": d, "l_sel": d * numbers.randint(1, 24), "n_sel": numbers.randint(3, 6),
-        "w": numbers.randint(1, 120),
-    }  # fmt: skip
+    l, l_sel = d * numbers.randint(1, 4), d * numbers.randint(1, 24)
+    sizes = Sizes(l, d, l_sel, numbers.randint(3, 6), numbers.randint(1, 120))
     lengths = [numbers.randint(1, 60) for _ in range(numbers.choice((1, 2, 3)))]
     B = 1 if len(lengths) > 1 else numbers.choice((1, 2))
     H, d_k, d_v = G * numbers.choice((1, 2, 5)), numbers.choice((8, 16, 24, 48)), numbers.choice((8, 16, 48))
     print(lengths, B, H, G, d_k, d_v, sizes, file=sys.stderr)
-    _whole(lengths, B, H, G, d_k, d_v, torch.float32, d_k**-0.5, **sizes)
+    _whole(lengths, B, H, G, d_k, d_v, torch.float32, d_k**-0.5, sizes=sizes)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 
 from nsa import reference_attention
 from nsa.kernels import blocks
-from nsa.kernels.sizes import Sizes
+from nsa.sizes import Sizes
 
 Inputs = list[torch.Tensor]
 SCALE = 2.0**-10  # scores of some thousands after it, which float32 has to 1e-3
@@ -18,8 +18,8 @@ def large_scores(S: int, dtype: torch.dtype) -> tuple[Sizes, Inputs, torch.Tenso
     Queries and keys are small integers times powers of two: scores are exact in float32, whatever the order of the sum. All
     blocks are selected, so that rounding cannot change which.
     """
-    sizes = Sizes(l=8, d=4, l_sel=16, n_sel=3 + S // 16, w=24)
-    n = blocks.num_compressed(S, sizes.l, sizes.d)
+    sizes = Sizes(8, 4, 16, 3 + S // 16, 24)
+    n = blocks.num_compressed(S, *sizes[:2])
     q = 128.0 * torch.randint(-3, 4, (1, S, 4, 32))
     keys = [64.0 * torch.randint(-3, 4, (1, m, 2, 32)) for m in (n, S, S)]
     assert (q.transpose(1, 2) @ keys[1].repeat_interleave(2, 2).permute(0, 2, 3, 1)).abs().max() > 65504
@@ -28,4 +28,4 @@ def large_scores(S: int, dtype: torch.dtype) -> tuple[Sizes, Inputs, torch.Tenso
         x.to(dtype) for x in (q, *(x for pair in zip(keys, values, strict=True) for x in pair), torch.rand(1, S, 4, 3))
     ]
     exact = [x.double() for x in inputs]
-    return sizes, inputs, reference_attention(*exact, **sizes._asdict(), scale=SCALE)
+    return sizes, inputs, reference_attention(*exact, sizes=sizes, scale=SCALE)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from nsa import KVCache, NSAAttention, build_model, load_config, nsa_attention
 from nsa.kernels.backends import BACKENDS
-from nsa.kernels.sizes import KV
 from nsa.model import decoding
+from nsa.sizes import KV, Sizes
 from tests_cpu.kernels.large_scores import SCALE, large_scores
 
-SIZES = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 24}
+SIZES = Sizes(8, 4, 16, 4, 24)
 SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float16, torch.device("cpu"), 32, 16)]
 
 
@@ -21,7 +23,7 @@ SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float16, to
 def test_a_layer(steps: list[int], compression: str, dtype: torch.dtype, tolerance: float) -> None:
     if dtype == torch.float32:  # where two blocks' importance differs by less than its rounding, either may be chosen
         torch.manual_seed(0)
-    module = NSAAttention(32, 4, 2, 8, 6, **SIZES, compression=compression).to(dtype)
+    module = NSAAttention(32, 4, 2, 8, v_head_dim=6, **SIZES._asdict(), compression=compression).to(dtype)
     x = torch.randn(2, 90, 32, dtype=dtype)
     cache = KVCache()
     with torch.no_grad():
@@ -34,7 +36,7 @@ def test_a_layer(steps: list[int], compression: str, dtype: torch.dtype, toleran
 @pytest.mark.parametrize("compression", ["mean", "mlp"])
 def test_tokens_are_taken_back(compression: str) -> None:
     """As in speculative decoding: seven tokens are proposed, some are kept, at every position in a block."""
-    module = NSAAttention(32, 4, 2, 8, 6, **SIZES, compression=compression).double()
+    module = NSAAttention(32, 4, 2, 8, v_head_dim=6, **SIZES._asdict(), compression=compression).double()
     x, wrong = torch.randn(2, 90, 32, dtype=torch.float64), torch.randn(2, 7, 32, dtype=torch.float64)
     cache, at, found = KVCache(spare=7), 0, []
     with torch.no_grad():
@@ -53,7 +55,7 @@ def test_tokens_are_taken_back(compression: str) -> None:
 
 
 def test_no_more_is_taken_back_than_the_cache_keeps() -> None:
-    module = NSAAttention(32, 4, 2, 8, 8, **SIZES)
+    module = NSAAttention(32, 4, 2, 8, **SIZES._asdict())
     cache = KVCache(spare=3)
     with torch.no_grad():
         module(torch.randn(1, 40, 32), cache)
@@ -69,7 +71,7 @@ def test_no_more_is_taken_back_than_the_cache_keeps() -> None:
 
 
 def test_sequences_are_reordered_repeated_and_left_out() -> None:
-    module = NSAAttention(32, 4, 2, 8, 8, **SIZES).double()
+    module = NSAAttention(32, 4, 2, 8, **SIZES._asdict()).double()
     x, index = torch.randn(3, 60, 32, dtype=torch.float64), torch.tensor([2, 0, 0, 2])
     cache = KVCache()
     with torch.no_grad():
@@ -82,7 +84,7 @@ def test_sequences_are_reordered_repeated_and_left_out() -> None:
 
 
 def test_another_batch_than_the_caches_is_refused() -> None:
-    module, cache, x = NSAAttention(32, 4, 2, 8, 8, **SIZES), KVCache(), torch.randn(3, 50, 32)
+    module, cache, x = NSAAttention(32, 4, 2, 8, **SIZES._asdict()), KVCache(), torch.randn(3, 50, 32)
     with torch.no_grad():
         module(x[:2, :40], cache)
         for batch in (1, 3):
@@ -124,13 +126,13 @@ def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:
 
 
 def test_gradients_are_refused() -> None:
-    module = NSAAttention(32, 4, 2, 8, 8, **SIZES)
+    module = NSAAttention(32, 4, 2, 8, **SIZES._asdict())
     with pytest.raises(RuntimeError, match=r"a KVCache keeps no gradients: decode under torch\.no_grad"):
         module(torch.randn(1, 4, 32), KVCache())
 
 
 def test_prefill_in_inference_mode_and_decode_under_no_grad() -> None:
-    module = NSAAttention(32, 4, 2, 8, 8, **SIZES).double()
+    module = NSAAttention(32, 4, 2, 8, **SIZES._asdict()).double()
     x = torch.randn(1, 60, 32, dtype=torch.float64)
     cache = KVCache()
     with torch.inference_mode():
@@ -143,7 +145,7 @@ def test_prefill_in_inference_mode_and_decode_under_no_grad() -> None:
 @pytest.mark.parametrize("backend", SERVING)
 def test_a_prompt_s_scores_beyond_float16(backend: str) -> None:
     sizes, inputs, wanted = large_scores(90, torch.float16)
-    found = nsa_attention(*inputs, **sizes._asdict(), scale=SCALE, backend=backend)
+    found = nsa_attention(*inputs, sizes=sizes, scale=SCALE, backend=backend)
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4e-3)
 
 
@@ -157,10 +159,30 @@ def test_new_tokens_scores_beyond_float16(
     S = 50 + tokens
     sizes, inputs, wanted = large_scores(S, dtype)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
-    win = KV(k_win, v_win).between(50 - (sizes.w - 1), S)
+    win = KV(k_win, v_win).between(50 - (sizes.window - 1), S)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=under_autocast):
         found = decoding.attend_gated(
             q[:, 50:], KV(k_cmp, v_cmp), KV(k_sel, v_sel), win, gates[:, 50:], 50, sizes, scale=SCALE, backend="auto"
         )
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), wanted[:, 50:], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"window": 32}, "window=24 (here 32)"),
+        ({"compress_block": 16}, "compress_block=8 (here 16)"),
+        ({"head_dim": 4}, "head_dim=8 (here 4)"),
+        ({"n_kv_heads": 1}, "n_kv_heads=2 (here 1)"),
+    ],
+)
+def test_a_cache_serves_the_layer_that_filled_it(other: dict[str, int], named: str) -> None:
+    shape = {"n_kv_heads": 2, "head_dim": 8, "v_head_dim": 8, **SIZES._asdict()}
+    first, second = NSAAttention(32, 4, **shape), NSAAttention(32, 4, **{**shape, **other})
+    cache, x = KVCache(), torch.randn(1, 60, 32)
+    with torch.no_grad():
+        first(x[:, :50], cache)
+        with pytest.raises(ValueError, match=re.escape(f"cache: is of a layer with {named}")):
+            second(x[:, 50:], cache)
+        torch.testing.assert_close(first(x[:, 50:], cache), first(x)[:, 50:], rtol=0, atol=1e-5)

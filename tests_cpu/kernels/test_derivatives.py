@@ -8,18 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch import func
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.library import CustomOpDef
 
-from nsa import KVCache, NSAAttention, nsa_attention, reference_attention
+from nsa import KVCache, NSAAttention, Sizes, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops
 from nsa.kernels.triton import operators
 
 # torch's own, as it imports what forward mode needs.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
-SIZES = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 20}
-OPERATORS = {op._name: op for module in (ops, operators) for op in vars(module).values() if isinstance(op, CustomOpDef)}
+SIZES = Sizes(8, 4, 16, 3, 20)
+OPERATORS = {
+    op._schema.name.partition("::")[2]: op
+    for module in (ops, operators)
+    for op in vars(module).values()
+    if isinstance(op, OpOverload)
+}
 WITHOUT_DERIVATIVE = {"select", "selection_mask"}  # they return no floating-point numbers
 NO_FORWARD_MODE = r"no forward-mode derivative .*: use backend='reference'"
 one_by_one = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of vmap
@@ -46,13 +51,13 @@ FORWARD_MODES = pytest.mark.parametrize("apply", [by_jvp, by_dual, by_dual_witho
 
 def make_inputs(S: int = 50, B: int = 1) -> list[torch.Tensor]:
     """Return the arguments of `nsa_attention`, in float64, in which rounding changes no selection."""
-    n = blocks.num_compressed(S, SIZES["l"], SIZES["d"])
+    n = blocks.num_compressed(S, *SIZES[:2])
     keys = (torch.randn(B, m, 2, width, dtype=torch.float64) for m in (n, S, S) for width in (8, 6))
     return [torch.randn(B, S, 4, 8, dtype=torch.float64), *keys, torch.rand(B, S, 4, 3, dtype=torch.float64)]
 
 
 def loss(backend: str) -> Callable[..., torch.Tensor]:
-    return lambda *inputs: nsa_attention(*inputs, **SIZES, backend=backend).sin().sum()
+    return lambda *inputs: nsa_attention(*inputs, sizes=SIZES, backend=backend).sin().sum()
 
 
 @FORWARD_MODES
@@ -67,7 +72,7 @@ def test_every_operator_refuses_a_tangent_of_every_argument(name: str, apply: Ap
         "bool": False,
         "Optional[Tensor]": None,
     }
-    arguments = [some[str(a.type)] for a in OPERATORS[name]._opoverload._schema.arguments]
+    arguments = [some[str(a.type)] for a in OPERATORS[name]._schema.arguments]
     tensors = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
     assert tensors
     for i in tensors:
@@ -81,7 +86,7 @@ def test_forward_mode_is_the_reference_s_alone(i: int, apply: Apply) -> None:
     inputs = make_inputs()
 
     def of(backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: nsa_attention(*inputs[:i], x, *inputs[i + 1 :], **SIZES, backend=backend)
+        return lambda x: nsa_attention(*inputs[:i], x, *inputs[i + 1 :], sizes=SIZES, backend=backend)
 
     with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE):
         apply(of("cpu"), inputs[i])
@@ -94,7 +99,7 @@ def test_forward_mode_is_the_reference_s_alone(i: int, apply: Apply) -> None:
 @FORWARD_MODES
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_a_cache_refuses_tangents(tokens: int, apply: Apply) -> None:
-    layer, cache = NSAAttention(32, 4, 2, 8, 8, **SIZES, backend="reference"), KVCache()
+    layer, cache = NSAAttention(32, 4, 2, 8, **SIZES._asdict(), backend="reference"), KVCache()
     x = torch.randn(1, 40 + tokens, 32)
     with torch.no_grad():
         layer(x[:, :40], cache)
@@ -107,7 +112,7 @@ def test_a_cache_refuses_tangents(tokens: int, apply: Apply) -> None:
 @pytest.mark.parametrize("branch", [None, "cmp", "sel", "win"])
 def test_func_grad_of_the_layer_s_parameters(branch: Any) -> None:
     """Also of each sample by itself, and each of several calls has its own gradients."""
-    layer = NSAAttention(32, 4, 2, 8, 8, **SIZES, force_branch=branch).double()
+    layer = NSAAttention(32, 4, 2, 8, **SIZES._asdict(), force_branch=branch).double()
     x = torch.randn(2, 50, 32, dtype=torch.float64)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
 
@@ -177,4 +182,6 @@ def test_second_derivatives_are_refused_with_a_way_out(name: str) -> None:
 
 def test_the_reference_s_second_derivatives() -> None:
     inputs = [x.requires_grad_() for x in make_inputs(20)]
-    assert torch.autograd.gradgradcheck(lambda *x: reference_attention(*x, **SIZES)[:, ::7, 0], inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(
+        lambda *x: reference_attention(*x, sizes=SIZES)[:, ::7, 0], inputs, fast_mode=True
+    )

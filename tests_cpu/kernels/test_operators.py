@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nsa import NSAAttention, load_config
+from nsa import NSAAttention, Sizes, load_config
 from nsa.config import ModelConfig
 from nsa.kernels import blocks, ops
 from nsa.model.attention import Rotary
@@ -17,7 +17,7 @@ from nsa.model.transformer import Block
 
 def make_module() -> NSAAttention:
     torch.manual_seed(0)
-    return NSAAttention(32, 4, 2, 8, 8, l=8, d=4, l_sel=16, n_sel=5, w=24)
+    return NSAAttention(32, 4, 2, 8, **Sizes(8, 4, 16, 5, 24)._asdict())
 
 
 def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def test_a_projection_is_called_where_somebody_hooks_or_replaces_it() -> None:
 
 def test_what_is_kept_for_the_backward_is_what_it_reads() -> None:
     """No view is kept that holds the product of several projections alive: keys before their rotation, for example."""
-    module = NSAAttention(64, 4, 4, 16, 16, l=8, d=4, l_sel=16, n_sel=5, w=24)
+    module = NSAAttention(64, 4, 4, 16, **Sizes(8, 4, 16, 5, 24)._asdict())
     kept: dict[int, int] = {}
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_the_graph_is_small_at_any_length() -> None:
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win", None])
 def test_backward_inside_autocast(backend: str, branch: Any) -> None:
     torch.manual_seed(0)
-    module = NSAAttention(32, 4, 2, 8, 8, l=8, d=4, l_sel=16, n_sel=5, w=24, backend=backend, force_branch=branch)
+    module = NSAAttention(32, 4, 2, 8, **Sizes(8, 4, 16, 5, 24)._asdict(), backend=backend, force_branch=branch)
     with torch.autocast("cpu", torch.bfloat16):
         module(torch.randn(2, 100, 32)).float().square().sum().backward()
     assert all(torch.isfinite(g).all() for g in gradients(module))

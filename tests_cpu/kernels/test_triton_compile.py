@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from nsa.kernels.sizes import Sizes
+from nsa import explain
+from nsa.sizes import Sizes
 from tests_cpu.kernels.compiled import (
     CAPABILITIES,
     PROBLEMS,
     TABLE,
     Compiled,
+    Launch,
     Problem,
     code_of,
     compile_all,
@@ -170,27 +173,82 @@ def test_memory_of_parts_is_bounded() -> None:
     assert sequences.most_groups(S, 1, selection_schedule.parts_bytes(q[0], d_v, selection)) == len(seqs.ranges)
 
 
-def test_an_old_triton_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("3.2.0", "the Triton kernels need Triton 3.6, and 3.2.0 is installed"),
+        ("3.7.1+git12ab", ""),  # of torch's nightlies, under another distribution's name
+        ("main", "triton cannot be imported (ValueError"),
+    ],
+)
+def test_the_module_triton_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch, version: str, reason: str) -> None:
     from nsa.kernels.triton import support
 
-    monkeypatch.setattr(support, "triton_version", lambda: (3, 2))
-    reason = support.why_not(torch.bfloat16, torch.device("cuda"), 64, 64)
-    assert reason == "the Triton kernels need Triton 3.6, and 3.2 is installed"
+    monkeypatch.setattr(triton, "__version__", version)
+    found = support.why_no_triton.__wrapped__()
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "meta"])
+def test_another_device_is_served_by_torch(device: str) -> None:
+    assert explain("auto", torch.bfloat16, torch.device(device))[0] == "sdpa"
+    with pytest.raises(ValueError, match=f"need an NVIDIA GPU, and the tensors are on {device}"):
+        explain("triton", torch.bfloat16, torch.device(device))
+
+
+def test_rocm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    name, why = explain("auto", torch.bfloat16, torch.device("cuda"))
+    assert (name, "ROCm" in why) == ("sdpa", True)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+def test_a_torch_without_cuda_is_a_reason() -> None:
+    assert explain("auto", torch.bfloat16, torch.device("cuda")) == ("sdpa", "this torch is built without CUDA")
+
+
+def variant(launch: Launch) -> tuple[object, ...]:
+    """Return what a compiled kernel is kept by: constants, dtypes, and of whole numbers whether they are 1, or multiples of 16."""
+
+    def kind(name: str, value: object, *, is_any: bool, is_constant: bool) -> object:
+        if is_constant or isinstance(value, bool | float):
+            return value if is_constant else type(value)
+        if isinstance(value, int):
+            return "any" if is_any else value if value == 1 else value % 16 == 0
+        return getattr(value, "dtype", type(value))
+
+    found = [
+        kind(p.name, launch.arguments[p.name], is_any=p.do_not_specialize, is_constant=p.is_constexpr)
+        for p in launch.kernel.params
+    ]
+    return launch.name, *found, *launch.options.items()
+
+
+def test_few_variants_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compiled for seconds, on each rank while the others wait."""
+    variants = set()
+    for S in random.Random(0).sample(range(512, 4097), 50):
+        with monkeypatch.context() as patch:
+            forward, backward, *_ = record_launches(patch, Problem(S, 12, 2, 64, 64, torch.bfloat16), "sm_90")
+        variants |= {variant(launch) for launch in (*forward, *backward)}
+    assert len(variants) <= 25
 
 
 @pytest.mark.parametrize(
-    ("S", "H", "G", "l_sel", "said"),
+    ("S", "H", "G", "l_sel", "n_sel", "said"),
     [
-        (1 << 20, 4, 1, 16, "1048576 tokens are 65536 blocks of l_sel=16"),
-        (1 << 21, 64, 16, 128, "2097152 tokens of 16 groups and head dim 128"),
-        (4096, 512, 2, 64, "256 heads per group"),
+        (1 << 20, 4, 1, 16, 16, "1048576 tokens are 65536 blocks of select_block=16"),
+        (1 << 21, 64, 16, 128, 16, "2097152 tokens of 16 groups and head dim 128"),
+        (1 << 20, 4, 1, 64, 1025, "n_select=1025 of 16384 blocks"),
+        (4096, 512, 2, 64, 16, "256 heads per group"),
     ],
 )
-def test_what_the_kernels_cannot_count_is_refused(S: int, H: int, G: int, l_sel: int, said: str) -> None:
+def test_what_the_kernels_cannot_count_is_refused(S: int, H: int, G: int, l_sel: int, n_sel: int, said: str) -> None:
     from nsa.kernels.triton import whole
 
     with pytest.raises(ValueError, match=said):
-        whole.check_limits(S, H, G, 128, 64, l_sel)
+        whole.check_limits(S, H, G, 128, 64, Sizes(32, 16, l_sel, n_sel))
 
 
 def test_a_pack_of_one_long_document_and_many_short_ones_has_room_for_its_own_blocks() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nsa import nsa_attention, reference_attention
+from nsa import Sizes, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.backends import BACKENDS
 from nsa.kernels.cpu import selected as cpu_selected
@@ -121,10 +121,10 @@ def check_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
         *((1, n, G, D) for n in (n_cmp, S, S) for D in (z["Dk"], z["Dv"])),
         (1, S, H, 3),
     )
-    sizes = {name: z[name] for name in ("l", "d", "l_sel", "n_sel", "w")}
+    sizes = Sizes(z["l"], z["d"], z["l_sel"], z["n_sel"], z["w"])
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    found = nsa_attention(*inputs, **sizes, cu_seqlens=ends, backend="cpu")
-    compare(found, reference_attention(*exact, **sizes, cu_seqlens=ends), inputs, exact)
+    found = nsa_attention(*inputs, sizes=sizes, cu_seqlens=ends, backend="cpu")
+    compare(found, reference_attention(*exact, sizes=sizes, cu_seqlens=ends), inputs, exact)
 
 
 @examples
@@ -138,8 +138,8 @@ def test_the_whole_in_every_dtype(z: dict[str, Any]) -> None:
     inputs, exact = leaves(z["dtype"], (B, S, H, z["Dk"]), *keys, (B, S, H, 3))
     with torch.no_grad():
         exact[-1].copy_(inputs[-1].sigmoid_())  # outputs of size 1, as the tolerances require
-    sizes = {name: z[name] for name in ("l", "d", "l_sel", "w")} | {"n_sel": 3 + S // z["l_sel"]}
-    compare(nsa_attention(*inputs, **sizes, backend="cpu"), reference_attention(*exact, **sizes), inputs, exact)
+    sizes = Sizes(z["l"], z["d"], z["l_sel"], 3 + S // z["l_sel"], z["w"])
+    compare(nsa_attention(*inputs, sizes=sizes, backend="cpu"), reference_attention(*exact, sizes=sizes), inputs, exact)
 
 
 SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float32, torch.device("cpu"), 16, 16)]
@@ -147,12 +147,14 @@ SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float32, to
 
 @pytest.mark.parametrize("backend", SERVING)
 def test_every_backend_that_serves_a_cpu(backend: str) -> None:
-    sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 20}
-    n = blocks.num_compressed(70, sizes["l"], sizes["d"])
+    sizes = Sizes(8, 4, 16, 3, 20)
+    n = blocks.num_compressed(70, *sizes[:2])
     shapes = [(2, 70, 4, 16), *((2, m, 2, width) for m in (n, 70, 70) for width in (16, 16)), (2, 70, 4, 3)]
     exact = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
     inputs = [x.detach().float().requires_grad_() for x in exact]
-    compare(nsa_attention(*inputs, **sizes, backend=backend), reference_attention(*exact, **sizes), inputs, exact)
+    compare(
+        nsa_attention(*inputs, sizes=sizes, backend=backend), reference_attention(*exact, sizes=sizes), inputs, exact
+    )
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
@@ -206,7 +208,7 @@ def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None
     with torch.no_grad():
         for x in inputs[:2] + inputs[3:4] + inputs[5:6]:
             x.fill_(1) if what == "equal" else x.mul_(100 if what == "huge" else 0)  # logits of 1e4 * sqrt(16)
-    out = nsa_attention(*inputs, l=8, d=4, l_sel=16, n_sel=4, w=24)
+    out = nsa_attention(*inputs, sizes=Sizes(8, 4, 16, 4, 24))
     assert torch.isfinite(out).all()
     for gradient in torch.autograd.grad(out.float().square().sum(), inputs, allow_unused=True, materialize_grads=True):
         assert torch.isfinite(gradient).all()
@@ -217,7 +219,7 @@ def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None
 def test_nothing_to_attend_gives_gradients_of_zeros(backend: str, B: int, S: int) -> None:
     n = blocks.num_compressed(S, 8, 4)
     inputs, _ = leaves(torch.float32, (B, S, 4, 16), *((B, m, 2, D) for m in (n, S, S) for D in (16, 8)), (B, S, 4, 3))
-    out = nsa_attention(*inputs, l=8, d=4, l_sel=16, n_sel=4, w=24, backend=backend)
+    out = nsa_attention(*inputs, sizes=Sizes(8, 4, 16, 4, 24), backend=backend)
     assert out.shape == (B, S, 4, 8)
     out.sum().backward()
     assert [x.grad is not None and not x.grad.any() for x in inputs] == [True] * 8

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import NSAAttention, explain, nsa_attention, reference_attention
+from nsa import NSAAttention, Sizes, explain, nsa_attention, reference_attention
 from nsa.config import ModelConfig
 from nsa.kernels import flash, reference
 from nsa.kernels.dispatch import counters
 from nsa.model.attention import DenseAttention, Rotary
 
-SHAPE: dict[str, int] = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 24}
+SHAPE = Sizes(8, 4, 16, 4, 24)
 Inputs = list[torch.Tensor]
 
 
 def make_inputs(S: int, *, B: int = 2, H: int = 4, G: int = 2, Dk: int = 8, Dv: int = 6, seed: int = 0) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
-    n_cmp = max(0, (S - SHAPE["l"]) // SHAPE["d"] + 1)
+    n_cmp = max(0, (S - SHAPE.compress_block) // SHAPE.compress_stride + 1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -71,8 +71,8 @@ def by_loops(inputs: Inputs, l: int, d: int, l_sel: int, n_sel: int, w: int) -> 
 @pytest.mark.parametrize("S", [1, 7, 8, 33, 100])
 def test_forward_and_gradients_equal_the_equations(S: int, backend: str) -> None:
     inputs = make_inputs(S, B=1, seed=S)
-    expected = by_loops(inputs, **SHAPE)
-    actual = nsa_attention(*inputs, **SHAPE, backend=backend)
+    expected = by_loops(inputs, *SHAPE)
+    actual = nsa_attention(*inputs, sizes=SHAPE, backend=backend)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     weight = torch.randn(expected.shape, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, inputs, weight, allow_unused=True, materialize_grads=True)
@@ -132,7 +132,7 @@ def test_torch_takes_the_place_of_flash_attn() -> None:
 def test_a_backend_that_cannot_serve_is_an_error_where_it_was_requested(backend: str) -> None:
     inputs = [x.float() for x in make_inputs(40)]
     with pytest.raises(ValueError, match=f"backend='{backend}': .*(on cpu|(not|is) installed); use backend='auto'"):
-        nsa_attention(*inputs, **SHAPE, backend=backend)
+        nsa_attention(*inputs, sizes=SHAPE, backend=backend)
 
 
 def test_the_automatic_choice_is_explained_and_counted() -> None:
@@ -140,34 +140,34 @@ def test_the_automatic_choice_is_explained_and_counted() -> None:
     assert explain("auto", torch.float32, torch.device("cpu")) == choice
     assert explain("auto", torch.float64, torch.device("cpu"))[0] == "reference"
     before = counters["auto", *choice]
-    nsa_attention(*(x.float() for x in make_inputs(40)), **SHAPE)
+    nsa_attention(*(x.float() for x in make_inputs(40)), sizes=SHAPE)
     assert counters["auto", *choice] == before + 1
 
 
 def test_float32_stays_close_to_float64() -> None:
     inputs = make_inputs(150, seed=3)
-    expected = reference_attention(*inputs, **SHAPE)
-    actual = nsa_attention(*(x.float() for x in inputs), **SHAPE)
+    expected = reference_attention(*inputs, sizes=SHAPE)
+    actual = nsa_attention(*(x.float() for x in inputs), sizes=SHAPE)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-5)
 
 
 def test_first_tokens_have_no_compressed_block_and_no_nan() -> None:
-    inputs = make_inputs(SHAPE["l"] + 3)
+    inputs = make_inputs(SHAPE.compress_block + 3)
     only_cmp = [*inputs[:-1], torch.zeros_like(inputs[-1])]
     only_cmp[-1][..., 0] = 1
-    out = nsa_attention(*only_cmp, **SHAPE, backend="sdpa")
-    assert torch.equal(out[:, : SHAPE["l"] - 1], torch.zeros_like(out[:, : SHAPE["l"] - 1]))
-    assert out[:, SHAPE["l"] - 1 :].abs().min() > 0
+    out = nsa_attention(*only_cmp, sizes=SHAPE, backend="sdpa")
+    assert torch.equal(out[:, : SHAPE.compress_block - 1], torch.zeros_like(out[:, : SHAPE.compress_block - 1]))
+    assert out[:, SHAPE.compress_block - 1 :].abs().min() > 0
     for gradient in torch.autograd.grad(out.sum(), inputs[:-1], allow_unused=True, materialize_grads=True):
         assert torch.isfinite(gradient).all()
 
 
 def test_selection_is_causal_attention_while_it_covers_all_blocks() -> None:
-    S = SHAPE["l_sel"] * SHAPE["n_sel"]
+    S = SHAPE.select_block * SHAPE.n_select
     inputs = make_inputs(S, G=1, H=3)
     gates = torch.zeros_like(inputs[-1])
     gates[..., 1] = 1
-    out = nsa_attention(*inputs[:-1], gates, **SHAPE)
+    out = nsa_attention(*inputs[:-1], gates, sizes=SHAPE)
     q, k, v = (x.transpose(1, 2) for x in (inputs[0], inputs[3].expand(-1, -1, 3, -1), inputs[4].expand(-1, -1, 3, -1)))
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, dense.transpose(1, 2), rtol=0, atol=1e-12)
@@ -175,7 +175,7 @@ def test_selection_is_causal_attention_while_it_covers_all_blocks() -> None:
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
 def test_a_sequence_far_into_a_pack_equals_it_alone(kind: str) -> None:
-    m = ModelConfig(dim=16, n_heads=2, n_kv_heads=1, d_k=8, d_v=8, **SHAPE)
+    m = ModelConfig(dim=16, n_heads=2, n_kv_heads=1, head_dim=8, v_head_dim=8, **SHAPE._asdict())
     layer = NSAAttention.from_config(m) if kind == "nsa" else DenseAttention(m)
     with torch.no_grad():
         for name, weight in layer.named_parameters():
@@ -200,7 +200,7 @@ def test_rotation_in_float64_has_angles_in_float64() -> None:
 
 def make_module(**options: Any) -> NSAAttention:
     torch.manual_seed(0)
-    return NSAAttention(32, 4, 2, 8, 8, **SHAPE, **options).double()
+    return NSAAttention(32, 4, 2, 8, **SHAPE._asdict(), **options).double()
 
 
 @pytest.mark.parametrize("compression", ["mean", "mlp"])
@@ -236,5 +236,5 @@ def test_learnable_compression_is_trained() -> None:
 @pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
 def test_shapes_on_the_meta_device(backend: str) -> None:
     with torch.device("meta"):
-        layer = NSAAttention(32, 4, 2, 8, 8, l=8, d=4, l_sel=16, n_sel=4, w=16, backend=backend)
+        layer = NSAAttention(32, 4, 2, 8, **Sizes(8, 4, 16, 4, 16)._asdict(), backend=backend)
         assert layer(torch.randn(1, 40, 32)).shape == (1, 40, 32)

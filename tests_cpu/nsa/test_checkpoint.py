@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ from tests_cpu.warm import WarmPython
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
 model:
-  {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, d_k: 8, d_v: 8, l: 8, d: 4, l_sel: 16, n_sel: 3, w: 16, mlp_hidden: 16,
-   gate_hidden: 8}
+  {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, head_dim: 8, v_head_dim: 8, compress_block: 8,
+   compress_stride: 4, select_block: 16, n_select: 3, window: 16, mlp_hidden: 16, gate_hidden: 8}
 train: {steps: 80, batch_size: 2, seq_len: 32, lr: 1.0e-2, dtype: fp32, threads: 1}
 data: {workers: 0}
 """
@@ -350,21 +349,60 @@ def test_latest_that_is_before_every_checkpoint_is_no_new_run(one: tuple[Trainer
 
 
 def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = options(tmp_path, "--save-every", "1", "--steps")
-    assert train.main([*command, "1"]) == 0
-    assert train.main([*command, "2", "--resume", "auto", "--dataset", "copy"]) == 2
-    assert (
-        "its position in the data is for dataset='synthetic' (here 'copy'); use the same settings"
-        in capsys.readouterr().err
-    )
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step_*")
-    other = load_config(tmp_path / "small.yaml")
-    other = replace(other, data=replace(other.data, hub="other/texts"))
-    with pytest.raises(ConfigError, match=r"is for hub=None \(here 'other/texts'\)"):
-        refuse_other_data(saved, other)
-    seeded = load_config(tmp_path / "small.yaml", seed=5)  # synthetic samples follow from the seed
+    text = tmp_path / "texts" / "a.txt"
+    text.parent.mkdir()
+    text.write_text("some words " * 100)
+    command = options(tmp_path, "--save-every", "1", "--dataset")
+    assert train.main([*command, str(text), "--steps", "1"]) == 0
+    elsewhere = tmp_path / "moved" / "a.txt"
+    elsewhere.parent.mkdir()
+    text.rename(elsewhere)
+    resumed = ("--resume", "auto", "--steps")
+    assert train.main([*command, str(elsewhere), *resumed, "2", "--set", "train.lr=2e-2"]) == 0
+    assert "[train] resume: train.lr=0.02, and 0.01 before" in capsys.readouterr().out
+    assert train.main([*command, "synthetic", *resumed, "3"]) == 2
+    assert "its position in the data is for tokenizer='byte'" in capsys.readouterr().err
+    elsewhere.write_text("other words " * 100)
+    assert train.main([*command, str(elsewhere), *resumed, "3"]) == 2
+    assert "is for other files: 'a.txt' has another content" in capsys.readouterr().err
+
+
+def test_made_samples_follow_from_the_seed(tmp_path: Path, one: tuple[Trainer, Path]) -> None:
     with pytest.raises(ConfigError, match=r"is for seed=1234 \(here 5\)"):
-        refuse_other_data(saved, seeded)
+        refuse_other_data(one[1], load_config(tmp_path / "small.yaml", seed=5))
+
+
+def test_a_folder_with_a_training_is_not_taken_by_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = options(tmp_path, "--save-every", "1", "--steps")
+    assert train.main([*command, "2"]) == 0
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    assert train.main([*command, "1", "--set", "train.seed=7"]) == 2
+    assert "has a training; go on with it by --resume auto, or give another folder" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()} == before
+    assert train.main([*command, "3", "--resume", "auto"]) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_held_out_loss_is_that_of_the_validation_set(warm: WarmPython, tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "held.md").write_text("the same words " * 300)
+    (tmp_path / "text.md").write_text("the same words " * 300)
+    small(tmp_path)
+    command = [
+        "--config", str(tmp_path / "small.yaml"), "--dataset", str(tmp_path / "text.md"), "--steps", "5",
+        "--set", f"data.validation={tmp_path / 'held.md'}", "--set", "data.validate_every=2",
+        "--set", "data.validation_samples=8", "--set", "train.lr=1e-30", "--set", "train.min_lr=0",
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if ranks == 2 else []
+    done = warm.call(*launcher, "-m", "nsa.train", *command, "--ddp", str(ranks - 1), "--out", str(out), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    held = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert held.keys() == {2, 4, 5}
+    # Nothing is learnt at this rate, and the texts are the same: so is each loss, of 8 samples or of a step's.
+    assert max(held.values()) - min(held.values()) < 1e-6
+    assert abs(held[5] - sum(line["loss"] for line in lines) / 5) < 0.05
+    assert "validation 5." in done.stdout
 
 
 def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tmp_path: Path) -> None:

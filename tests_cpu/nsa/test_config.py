@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nsa import build_model
-from nsa.config import ConfigError, load_config, value_of
+from nsa.config import ConfigError, load_config
 from nsa.model.attention import Rotary
 from nsa.model.transformer import RMSNorm
 from nsa.sections import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, TraceConfig, TrainConfig
@@ -50,8 +50,8 @@ def test_switches_take_the_words_of_other_programs(monkeypatch: pytest.MonkeyPat
         ("NSA_GC_RANGE", "3", "NSA_GC_RANGE='3': must be start:end"),
         ("NSA_FORCE_BRANCH", "foo", "NSA_FORCE_BRANCH='foo': must be one of cmp, sel, win"),
         ("NSA_TRACE_GRADS", "perhaps", "NSA_TRACE_GRADS='perhaps': must be 0 or 1 (or true, yes, on; false, no, off)"),
-        ("NSA_MEM_DUMP_EVERY", "x", "NSA_MEM_DUMP_EVERY='x': must be a number"),
-        ("NSA_MEM_DUMP_EVERY", "-1", "NSA_MEM_DUMP_EVERY=-1: must be 0 (never) or a number of steps"),
+        ("NSA_MEM_DUMP_EVERY", "x", "NSA_MEM_DUMP_EVERY='x': must be a whole number"),
+        ("NSA_MEM_DUMP_EVERY", "-1", "NSA_MEM_DUMP_EVERY='-1': must be 0 or more"),
         ("TORCH_BACKEND", "mpi", "TORCH_BACKEND='mpi': must be one of auto, nccl, gloo"),
         ("NSA_USE_FA2", "2", "NSA_USE_FA2='2': must be 0 or 1"),
         ("NSA_USE_FA2", "1", "NSA_USE_FA2='1': flash-attn is not installed; install it, or set NSA_USE_FA2=0"),
@@ -90,29 +90,29 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         ("modle:\n  dim: 3\n", "unknown section 'modle'; did you mean 'model'?"),
         ("model:\n  dim: wide\n", "model.dim: must be a whole number, got 'wide'"),
         ("model:\n  n_heads: 5\n", "model.n_heads=5: must be a multiple of n_kv_heads=2"),
-        ("model:\n  l: 20\n", "model.l=20: must be a multiple of the stride d=16"),
+        ("model:\n  compress_block: 20\n", "model.compress_block=20: must be a multiple of compress_stride=16"),
         (
             "train:\n  seq_len: 16\n",
-            "train.seq_len=16: shorter than one compression block (model.l=32); use at least 32",
+            "train.seq_len=16: shorter than one compression block (model.compress_block=32)",
         ),
-        ("train:\n  steps: 0\n", "train.steps=0"),
-        ("model:\n  vocab_size: 100\n", "model.vocab_size=100: must be at least 256"),
-        ("model:\n  mlp_hidden: -1\n", "model.mlp_hidden=-1: must be at least 1"),
+        ("train:\n  steps: 0\n", "train.steps: must be at least 1, got '0'"),
+        ("model:\n  vocab_size: 100\n", "model.vocab_size: must be at least 256"),
+        ("model:\n  mlp_hidden: -1\n", "model.mlp_hidden: must be at least 1"),
         ("train:\n  lr: 1\n  lr: 2\n", "the key 'lr' is there twice"),
         ("train: {}\ntrain:\n  lr: 1\n", "the key 'train' is there twice"),
-        ("train:\n  lr: -1\n", "train.lr=-1: must be more than 0"),
+        ("train:\n  lr: -1\n", "train.lr: must be more than 0"),
         ("train:\n  lr: 1e-5\n", "train.min_lr=3e-05: must not exceed train.lr=1e-05"),
-        (f"train:\n  steps: 1{400 * '0'}\n", "train.steps: must be a finite number, got 1000"),
-        ("train:\n  seed: -1\n", "train.seed=-1: must be from 0 to"),
-        ("train:\n  weight_decay: -1\n", "train.weight_decay=-1: must be 0 or more"),
-        ("model:\n  rope_theta: 0\n", "model.rope_theta=0: must be more than 0"),
-        ("model:\n  norm_eps: -1\n", "model.norm_eps=-1: must be more than 0"),
-        ("parallel:\n  bucket_cap_mb: 0\n", "parallel.bucket_cap_mb=0: must be more than 0"),
-        ("trace:\n  stats_every: -3\n", "trace.stats_every=-3: must be 0 or more"),
-        ("train:\n  threads: -1\n", "train.threads=-1"),
-        ("train:\n  threads: 100000\n", "train.threads=100000: must be at most 1024"),
-        ("train:\n  watchdog_s: 1e10\n", "train.watchdog_s=10000000000.0: must be at most 1e+09"),
-        (f"data:\n  max_bad_rows: {2**63}\n", "data.max_bad_rows: must be below 2**63, got 9223372036854775808"),
+        (f"train:\n  steps: 1{400 * '0'}\n", "train.steps: must be a finite number, got '1000"),
+        ("train:\n  seed: -1\n", "train.seed: must be 0 or more, got '-1'"),
+        ("train:\n  weight_decay: -1\n", "train.weight_decay: must be 0 or more"),
+        ("model:\n  rope_theta: 0\n", "model.rope_theta: must be more than 0"),
+        ("model:\n  norm_eps: -1\n", "model.norm_eps: must be more than 0"),
+        ("parallel:\n  bucket_cap_mb: 0\n", "parallel.bucket_cap_mb: must be more than 0"),
+        ("trace:\n  stats_every: -3\n", "trace.stats_every: must be 0 or more"),
+        ("train:\n  threads: -1\n", "train.threads: must be 0 or more"),
+        ("train:\n  threads: 100000\n", "train.threads: must be at most 1024"),
+        ("train:\n  watchdog_s: 1e10\n", "train.watchdog_s: must be at most 1e+09"),
+        (f"data:\n  max_bad_rows: {2**63}\n", "data.max_bad_rows: must be below 2**63, got '9223372036854775808'"),
         ("data:\n  dataset: ''\n", "data.dataset: must be text, and not empty, got ''"),
         ("data:\n  path: ''\n", "data.path: must be text, and not empty, got ''"),
         ("train: [1]\n", "section 'train' must hold key: value pairs"),
@@ -194,13 +194,6 @@ def test_a_value_of_any_size_is_cut_in_the_message(tmp_path: Path) -> None:
     assert len(str(refused.value)) < 300
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("3e-4", 3e-4), ("7", 7), ("true", True), ("[0, 6]", [0, 6]), ("null", None), ("a b", "a b")]
-)
-def test_a_value_of_the_command_line_is_read_as_yaml(text: str, value: object) -> None:
-    assert value_of(text, "--set") == value
-
-
 def test_an_override_of_a_key_of_two_sections_names_its_section() -> None:
     with pytest.raises(
         ConfigError, match=r"'backend' is a key of several sections; give model\.backend or parallel\.backend"
@@ -212,7 +205,7 @@ def test_an_override_of_a_key_of_two_sections_names_its_section() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--set", "train.lr={"), "--set train.lr={: not valid YAML"),
+        (("--set", "train.lr={"), "train.lr='{': must be a number, got '{'"),
         (("--set", "train.lr"), "--set train.lr: must be SECTION.KEY=VALUE"),
         (("--set", "train.stepz=3"), "unknown key 'train.stepz'; did you mean 'train.steps'?"),
         (("--set", "train.stats_every=3"), "unknown key 'train.stats_every'; did you mean 'trace.stats_every'?"),
@@ -234,7 +227,6 @@ def test_a_range_of_layers_is_no_number_to_the_base_60(tmp_path: Path) -> None:
     path.write_text("model:\n  n_layers: 60\ntrain:\n  gc_range: 6:12\n  lr: 1e-4\n  steps: 0x10\n")
     train = load_config(path).train
     assert (train.gc_range, train.lr, train.steps) == ((6, 12), 1e-4, 16)
-    assert value_of("1:30", "there") == "1:30"
 
 
 def test_the_base_of_rotary_frequencies_and_the_norms_eps_reach_every_layer() -> None:

@@ -41,7 +41,7 @@ def write(path: Path, texts: list[str | None], column: str = "text", group: int 
 
 
 def source(path: Path, seq_len: int = 16, max_bad_rows: int = 0) -> PackedSource:
-    return PackedSource(ParquetDocuments(str(path)), ByteTokenizer(), seq_len, max_bad_rows)
+    return PackedSource(ParquetDocuments([path]), ByteTokenizer(), seq_len, max_bad_rows)
 
 
 def stream(texts: list[str], count: int) -> bytes:
@@ -107,7 +107,7 @@ def test_no_sample_is_lost_or_taken_twice_when_a_run_goes_on_with_other_ranks(
 def test_a_folder_of_files_is_read_by_name_and_from_the_middle(tmp_path: Path) -> None:
     write(tmp_path / "2.parquet", ["four"])
     write(tmp_path / "1.parquet", ["one", "two", "three"])
-    documents = ParquetDocuments(str(tmp_path))
+    documents = ParquetDocuments(sorted(tmp_path.iterdir()))
     everything = list(documents.read(Place()))
     assert everything == [
         (Place(0, 0, 0), [b"one", b"two"]), (Place(0, 0, 1), [b"three"]), (Place(0, 1, 0), [b"four"]),
@@ -142,7 +142,7 @@ def test_a_file_damaged_in_the_middle_loses_a_part(tmp_path: Path) -> None:
     data[middle - 9000 : middle] = bytes(9000)
     path.write_bytes(data)
     check_parquet(path)  # the footer and the last rows are whole
-    parts = [texts for _, texts in ParquetDocuments(str(path)).read(Place())]
+    parts = [texts for _, texts in ParquetDocuments([path]).read(Place())]
     assert len(parts) == 40
     assert 1 <= sum(texts == [None] for texts in parts) <= 3
 
@@ -268,7 +268,7 @@ def test_a_tokenizer_of_the_library(tmp_path: Path) -> None:
 def test_the_hub_s_library_streams_the_same_documents() -> None:
     pytest.importorskip("datasets")
     hub = HubDocuments("parquet", data_files=str(SHIPPED))
-    local = [text for _, texts in ParquetDocuments(str(SHIPPED)).read(Place()) for text in texts]
+    local = [text for _, texts in ParquetDocuments([SHIPPED]).read(Place()) for text in texts]
     streamed = [texts[0] for _, texts in islice(hub.read(Place()), 8)]
     assert streamed == local[:8]
     assert next(iter(hub.read(Place(0, 0, 5)))) == (Place(0, 0, 5), [local[5]])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import KVCache, NSAAttention, load_config
+from nsa import KVCache, NSAAttention, Sizes, load_config
 from nsa.kernels.backends import BACKENDS
 from nsa.model.attention import DenseAttention
 from pytest_nsa import world_size
@@ -17,7 +17,7 @@ SHAPES = [((0, 10), None), ((1, 0), None), ((1, 0), [0, 0]), ((1, 0), [0, 0, 0])
 
 
 def make_layer(**options: Any) -> NSAAttention:
-    return NSAAttention(32, 4, 2, 8, 6, l=8, d=4, l_sel=16, n_sel=4, w=16, **options)
+    return NSAAttention(32, 4, 2, 8, v_head_dim=6, **Sizes(8, 4, 16, 4, 16)._asdict(), **options)
 
 
 def without_zeros(module: torch.nn.Module) -> list[str]:

@@ -70,7 +70,7 @@ def test_the_cache_changes_no_token() -> None:
     """The likeliest tokens, one by one with the cache, are those of the whole text read again each time."""
     torch.manual_seed(3)
     model = build_model(
-        Config(model=ModelConfig(n_layers=2, vocab_size=50, dim=32, n_heads=4, n_kv_heads=2, d_k=8, d_v=8))
+        Config(model=ModelConfig(n_layers=2, vocab_size=50, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=8))
     ).eval()
     whole = tokens = torch.randint(0, 50, (1, 21))
     caches = [KVCache(), KVCache()]

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
 SMALL = """
 model:
-  {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, d_k: 8, d_v: 8, l: 8, d: 4, l_sel: 16, n_sel: 3, w: 16, mlp_hidden: 16,
-   gate_hidden: 8}
+  {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, head_dim: 8, v_head_dim: 8, compress_block: 8,
+   compress_stride: 4, select_block: 16, n_select: 3, window: 16, mlp_hidden: 16, gate_hidden: 8}
 train: {steps: 12, batch_size: 2, seq_len: 32, lr: 1.0e-2, dtype: fp32, threads: 1, warmup_steps: 1}
 data: {workers: 0}
 """
@@ -317,12 +317,12 @@ def test_gates_that_are_nan_are_null(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("train.lr", math.nan), ("model.rope_theta", math.inf)])
 def test_a_setting_that_is_not_finite_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}={value}: must be a finite number, got {value}"):
+    with pytest.raises(ConfigError, match=rf"{name}={value}: must be a finite number"):
         load_config(TINY, **{name: value})
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"train\.max_skips=0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"max_skips=0: must be at least 1"):
         load_config(TINY, max_skips=0)
     with pytest.raises(ConfigError, match=r"must be one of stop, skip, got 'ignore'"):
         load_config(TINY, nonfinite="ignore")

@@ -11,9 +11,9 @@ import pytest
 
 from nsa.config import ConfigError, load_config
 from nsa.data import open_source
-from nsa.data.documents import Place
+from nsa.data.documents import FileDocuments, ParquetDocuments, Place, ShuffledDocuments, files_of
 from nsa.data.packing import PackedSource, Position
-from nsa.data.plain import PlainDocuments, plain_files
+from nsa.data.plain import PlainDocuments
 from nsa.data.tokens import ByteTokenizer
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
@@ -31,7 +31,7 @@ def test_lines_of_json_are_read_from_each_part_on(tmp_path: Path) -> None:
     texts = ["é" * random.randrange(200) + str(n) for n in range(700)]
     (tmp_path / "b.jsonl").write_text(lines_of(texts[400:]))
     (tmp_path / "a.jsonl").write_text(lines_of(texts[:400]) + "\n")
-    documents = PlainDocuments(plain_files(str(tmp_path)))
+    documents = PlainDocuments(files_of(str(tmp_path))[0])
     whole = [text.encode() for text in texts]
     assert texts_from(documents, Place()) == whole
     read = 0
@@ -43,9 +43,12 @@ def test_lines_of_json_are_read_from_each_part_on(tmp_path: Path) -> None:
 
 def test_a_text_file_is_a_document_and_samples_are_the_stream(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
-    (tmp_path / "1.txt").write_text("one\ntwo\n")
-    (tmp_path / "deep" / "2.txt").write_text("thrée")
-    source = PackedSource(PlainDocuments(plain_files(str(tmp_path))), ByteTokenizer(), 4, 0)
+    (tmp_path / "1.md").write_text("one\ntwo\n")
+    (tmp_path / "deep" / "2.py").write_text("thrée")
+    (tmp_path / "deep" / "3.so").write_bytes(b"\0binary")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    source = PackedSource(PlainDocuments(files_of(str(tmp_path))[0]), ByteTokenizer(), 4, 0)
     once = b"one\ntwo\n\0" + "thrée".encode() + b"\0"
     found = [bytes(sample.tokens.astype("uint8")) for sample in islice(source.samples(Position(), lambda n: True), 6)]
     assert found == [(once * 4)[4 * n : 4 * n + 5] for n in range(6)]
@@ -65,7 +68,8 @@ def test_lines_that_cannot_be_read_are_bad_rows(tmp_path: Path) -> None:
         ("a.jsonl", b"", "the file is empty"),
         ("a.txt", b"", "the file is empty"),
         ("a.jsonl", b'{"content": "x"}\n', "line 1 is no JSON object with 'text'"),
-        ("a.json", b"{}", "not a whole parquet file .*, or name text .txt or .jsonl"),
+        ("a.parquet", b"{}", "not a whole parquet file"),
+        ("a.py", b"x = 1\0", "is not text; give parquet, JSON lines"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -77,7 +81,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name: str, c
 
 def test_text_in_another_encoding_is_not_called_empty(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("é".encode("latin-1") * 9)
-    source = PackedSource(PlainDocuments(plain_files(str(tmp_path))), ByteTokenizer(), 4, 100)
+    source = PackedSource(PlainDocuments(files_of(str(tmp_path))[0]), ByteTokenizer(), 4, 100)
     with pytest.raises(
         ConfigError, match=r"dataset: 1 rows cannot be read \(no text in UTF-8\), and the others are empty"
     ):
@@ -100,6 +104,34 @@ def test_a_file_that_is_gone_in_the_next_pass_is_named(tmp_path: Path, name: str
         list(islice(samples, 9))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
+def test_shuffled_documents_follow_from_seed_and_pass(tmp_path: Path, kind: str) -> None:
+    texts = [f"document {n:03}" for n in range(100)]
+    if kind == "txt":
+        for n, text in enumerate(texts):
+            (tmp_path / f"{n:03}.txt").write_text(text)
+    elif kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text(lines_of(texts))
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10)
+    files, is_parquet = files_of(str(tmp_path))
+    documents: FileDocuments = ParquetDocuments(files) if is_parquet else PlainDocuments(files)
+
+    def read(seed: int, place: Place) -> list[tuple[Place, list[bytes | None]]]:
+        return list(ShuffledDocuments(documents, seed).read(place))
+
+    def order(seed: int, epoch: int) -> list[bytes | None]:
+        return [text for _, some in read(seed, Place(epoch)) for text in some]
+
+    orders = [order(1, 0), order(1, 1), order(2, 0)]
+    assert all(sorted(filter(None, one)) == [text.encode() for text in texts] for one in orders)
+    assert orders[0] == order(1, 0)
+    assert len({tuple(one) for one in orders}) == 3
+    whole = read(1, Place())
+    assert read(1, whole[-2][0]) == whole[-2:]  # from the middle on, as a resumed run reads
+
+
 def test_a_folder_without_data_names_what_may_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no \*\.parquet, \*\.jsonl or \*\.txt in this folder"):
+    with pytest.raises(ConfigError, match=r"no parquet, JSON lines or text in this folder"):
         open_source(load_config(TINY, **{"data.dataset": str(tmp_path)}))

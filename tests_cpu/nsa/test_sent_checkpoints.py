@@ -47,8 +47,7 @@ CLAIMS: list[tuple[dict[str, Any], str]] = [
     ({"position": {"samples": "many", "place": {}}}, "is not a checkpoint"),
     ({"model": {"n_layers": 10**9}}, "n_layers=1000000000, and its weights are of 1 layers"),
     ({"model": {"dim": 1 << 40, "n_layers": 1}}, "must be [256, 1099511627776] by checkpoint.json"),
-    ({"model": {"dim": "16"}}, "model.dim: must be a whole number"),
-    ({"model": {"n_layers": 0}}, "model.n_layers=0: must be at least 1"),
+    ({"model": {"n_layers": 0}}, "model.n_layers: must be at least 1"),
     ({"model": ["dim"]}, "is not a checkpoint"),
 ]
 

@@ -296,7 +296,7 @@ def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and
 
 
 def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
-    m = ModelConfig(l=8, d=4, l_sel=16, n_sel=4, w=32)
+    m = ModelConfig(compress_block=8, compress_stride=4, select_block=16, n_select=4, window=32)
     S = 100
     t = range(S)
     compressed = [sum(i * 4 + 7 <= q for i in range(S)) for q in t]

@@ -58,7 +58,10 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     )
     assert code == 0, errors
     lines = out.splitlines()
-    assert lines.pop(5) == "[train] attention: nsa by the backend cpu (our tiles serve torch.float32 on cpu)"
+    assert (
+        lines.pop(5)
+        == "[train] model: 12 layers, dim 64, nsa attention by the backend cpu (our tiles serve torch.float32 on cpu)"
+    )
     first_batch = lines.pop(6)
     assert re.fullmatch(r"\[train\] first batch after \d+\.\d\d s", first_batch)
     assert lines[:7] == [
@@ -209,7 +212,7 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(arguments: list
 def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path, run: Run) -> None:
     code, _, errors = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
     assert code == 2
-    assert errors == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5)\n"
+    assert errors == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5), got '6:3'\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -303,7 +306,7 @@ def test_an_address_that_cannot_be_used_is_named_in_a_line(warm: WarmPython, add
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(taken.getsockname()[1])}
         done = warm.call("-c", JOIN, cwd=ROOT, env={**os.environ, **variables})
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("nsa.convert.ConfigError: ")
+    assert last.startswith("nsa.config.ConfigError: ")
     assert says in last
 
 

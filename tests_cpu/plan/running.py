@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nsa.convert import switch
+from nsa.config import switch
 from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables, settings_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
+from nsa import KVCache, NSAAttention, Sizes, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
 from nsa.kernels.triton import decoding, sequences, single
 from pytest_nsa import gpu
@@ -21,9 +21,9 @@ SHAPES = {
     "multi-head": (1, 500, 4, 4, 64, 64), "short": (3, 20, 12, 2, 64, 64), "64 heads": (1, 300, 64, 1, 128, 128),
     "odd": (1, 333, 5, 1, 80, 24), "widest": (1, 300, 8, 2, 256, 256),
 }  # fmt: skip
-SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
-WIDE_BLOCKS = {**SIZES, "l_sel": 128}
-OTHER_SIZES = {"l": 24, "d": 8, "l_sel": 96, "n_sel": 5, "w": 77}
+SIZES = Sizes(32, 16, 64, 16, 512)
+WIDE_BLOCKS = SIZES._replace(select_block=128)
+OTHER_SIZES = Sizes(24, 8, 96, 5, 77)
 # Each combination compiles its own kernels, for seconds: every shape in bfloat16, some in the other types and sizes. The
 # interpreter runs the rest (tests_cpu/kernels).
 ALL_TYPES = [
@@ -86,7 +86,9 @@ def test_each_branch(shape: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "sizes", "ranges"), WHOLE, ids=lambda x: f"l'={x['l_sel']}" if isinstance(x, dict) else str(x)
+    ("shape", "dtype", "sizes", "ranges"),
+    WHOLE,
+    ids=lambda x: f"l'={x.select_block}" if isinstance(x, Sizes) else str(x),
 )
 def test_the_whole(
     shape: str, dtype: torch.dtype, sizes: dict[str, int], ranges: bool, monkeypatch: pytest.MonkeyPatch
@@ -94,9 +96,9 @@ def test_the_whole(
     """Every block is selected, so that rounding cannot change which. With ``ranges``, queries are in as many as possible."""
     if ranges:
         monkeypatch.setattr(sequences, "PARTS", 1)
-    n_cmp = blocks.num_compressed(SHAPES[shape][1], sizes["l"], sizes["d"])
+    n_cmp = blocks.num_compressed(SHAPES[shape][1], *sizes[:2])
     inputs, exact = leaves(dtype, *of_whole(SHAPES[shape], n_cmp))
-    settings = {**sizes, "n_sel": 64}
+    settings = {"sizes": sizes._replace(n_select=64)}
     compare(
         nsa_attention(*inputs, **settings, backend="triton"), reference_attention(*exact, **settings), inputs, exact
     )
@@ -116,7 +118,7 @@ def compare_pack(lengths: list[int], heads: int, dtype: torch.dtype) -> None:
     n_cmp = sum(blocks.num_compressed(n, 32, 16) for n in lengths)
     inputs, exact = leaves(dtype, *of_whole((1, S, heads, 2, 64, 64), n_cmp))
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    settings = {**SIZES, "n_sel": 12, "cu_seqlens": ends}
+    settings = {"sizes": SIZES._replace(n_select=12), "cu_seqlens": ends}
     compare(
         nsa_attention(*inputs, **settings, backend="triton"), reference_attention(*exact, **settings), inputs, exact
     )
@@ -131,7 +133,7 @@ def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for x in inputs[:2] + inputs[3:4] + inputs[5:6]:
             x.fill_(1) if what == "equal" else x.mul_(100 if what == "huge" else 0)
-    out = nsa_attention(*inputs, **SIZES, backend="triton")
+    out = nsa_attention(*inputs, sizes=SIZES, backend="triton")
     assert torch.isfinite(out).all()
     for gradient in torch.autograd.grad(out.float().square().sum(), inputs):
         assert torch.isfinite(gradient).all()
@@ -153,7 +155,7 @@ def test_the_same_bits_every_time(compiled: bool) -> None:
     run = torch.compile(nsa_attention) if compiled else nsa_attention
     runs = []
     for _ in range(5):
-        out = run(*inputs, **SIZES)
+        out = run(*inputs, sizes=SIZES)
         runs.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
@@ -164,7 +166,7 @@ def test_a_forward_and_backward_are_captured_and_replayed() -> None:
     weight = torch.randn(1, 2048, 12, 64, device="cuda", dtype=torch.bfloat16)
 
     def step() -> list[torch.Tensor]:
-        out = nsa_attention(*inputs, **SIZES)
+        out = nsa_attention(*inputs, sizes=SIZES)
         return [out.detach(), *torch.autograd.grad(out, inputs, weight)]
 
     stream = torch.cuda.Stream()
@@ -222,7 +224,7 @@ def test_memory_grows_as_the_length() -> None:
         inputs, _ = leaves(torch.bfloat16, *of_whole((1, S, 12, 2, 64, 64), n))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        nsa_attention(*inputs, **SIZES).sum().backward()
+        nsa_attention(*inputs, sizes=SIZES).sum().backward()
         scores = S * (S // 64) * 2 * 4  # bytes: importance in float32
         peaks.append(torch.cuda.max_memory_allocated() - before - scores)
     assert peaks[1] < 2.6 * peaks[0]
@@ -239,7 +241,7 @@ def test_forward_and_backward_at_64k_tokens_stay_below_16_gb() -> None:
         torch.randn(size, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for size in of_whole((1, 65536, 64, 4, 192, 128), n_cmp)
     ]
-    out = nsa_attention(*inputs, **SIZES)
+    out = nsa_attention(*inputs, sizes=SIZES)
     out.backward(torch.ones_like(out))
     assert torch.cuda.max_memory_allocated() - before < 16e9
 
@@ -265,7 +267,7 @@ def test_a_token_is_decoded_by_a_graph_that_is_replayed() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_module_on_a_gpu_is_that_on_a_cpu(packed: bool) -> None:
-    module = NSAAttention(64, 4, 2, 16, 16, **{**SIZES, "n_sel": 40})
+    module = NSAAttention(64, 4, 2, 16, **SIZES._replace(n_select=40)._asdict())
     x, ends = torch.randn(1, 500, 64), torch.tensor([0, 100, 130, 500]) if packed else None
     wanted = module(x, cu_seqlens=ends)
     found = module.cuda()(x.cuda(), cu_seqlens=ends)
@@ -281,7 +283,7 @@ def test_tokens_against_a_cache(monkeypatch: pytest.MonkeyPatch, start: int, n_s
     Four kernels, or two (``programs``, below which two are taken): the same bits each time, whichever program ends last.
     """
     monkeypatch.setattr(decoding, "AT_ONCE", programs)
-    module = NSAAttention(128, 12, 2, 64, 64, **{**SIZES, "n_sel": n_sel}).cuda()
+    module = NSAAttention(128, 12, 2, 64, **SIZES._replace(n_select=n_sel)._asdict()).cuda()
     x = torch.randn(2, start + T, 128, device="cuda")
     found = []
     for backend in ("reference", "triton"):

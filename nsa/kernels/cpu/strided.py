@@ -21,7 +21,6 @@ from nsa.kernels.cpu.tiles import (
     minus_infinity,
     of_keys_undone,
     queries_of_tile,
-    row_sums,
     run_backward,
     run_forward,
 )
@@ -68,7 +67,7 @@ def sliding_backward(
 ) -> Tensors3:  # fmt: skip
     """Gradients of q, k and v."""
     dq = torch.empty_like(q)
-    z = Backward.of(grad, q, k, v, lse, row_sums(grad, out), scale, dq)
+    z = Backward.of(grad, q, k, v, lse, None, scale, dq)
     sliding_gradients(z, w)
     return dq, *z.of_keys_and_values(k, v, scale)
 
@@ -120,11 +119,11 @@ def compressed_forward(
 
 def compressed_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    l: int, d: int, scale: float,
+    l: int, d: int, _: int, scale: float,
 ) -> Tensors3:  # fmt: skip
     """Gradients of q, k and v; the importance has none."""
     dq = torch.zeros_like(q)
-    z = Backward.of(grad, q, k, v, lse, row_sums(grad, out), scale, dq)
+    z = Backward.of(grad, q, k, v, lse, None, scale, dq)
     compressed_gradients(z, l, d)
     return dq, *z.of_keys_and_values(k, v, scale)
 

@@ -108,7 +108,8 @@ class Backward:
 
     Of queries: q, grad, and gate [B, G, S, h, 1], which the gradient is times, or None; dq, which is added to where ``add`` is set
     so. Of keys: k and v as in `Forward`, plain_k, k times the scale alone, and dk and dv, which are added to. Of rows: the
-    log-sum-exp to base 2, and delta, the sum of grad * gate * out.
+    log-sum-exp to base 2, and delta, the sum of grad * gate * out: given; or, where each tile ``sees_all`` keys of its queries,
+    written, without the gate, as the gradient of the gate. Then the output need not be kept.
     """
 
     q: torch.Tensor
@@ -123,24 +124,30 @@ class Backward:
     lse: torch.Tensor
     delta: torch.Tensor
     add: bool
+    sees_all: bool
 
     @classmethod
     def of(
         cls, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-        delta: torch.Tensor, scale: float, dq: torch.Tensor, gate: torch.Tensor | None = None, add: bool = False,
+        delta: torch.Tensor | None, scale: float, dq: torch.Tensor, gate: torch.Tensor | None = None, add: bool = False,
     ) -> Backward:  # fmt: skip
         """From what an operator is given; lse and delta [B, S, H], gate [B, S, H, 1], dq of q's shape."""
-        G, plain_k, values = k.shape[2], of_keys(k).mul_(scale), of_keys(v)
+        G, plain_k, values, rows = k.shape[2], of_keys(k).mul_(scale), of_keys(v), of_rows(lse, k.shape[2])
         return cls(
             of_queries(q, G), plain_k * LOG2_E, plain_k, values, of_queries(grad, G),
             None if gate is None else of_queries(gate, G), of_queries(dq, G), torch.zeros_like(plain_k),
-            torch.zeros_like(values), of_rows(lse, G) * LOG2_E, of_rows(delta, G), add,
+            torch.zeros_like(values), rows * LOG2_E, torch.zeros_like(rows) if delta is None else of_rows(delta, G), add,
+            delta is None,
         )  # fmt: skip
 
     def of_keys_and_values(self, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of k and v."""
         dk, dv = (of_keys_undone(x, k.shape[0]) for x in (self.dk.mul_(scale), self.dv))
         return dk.to(k.dtype), dv.to(v.dtype)
+
+    def of_gate(self) -> torch.Tensor:
+        """Return the gradient of the gate [B, S, H], where tiles see all."""
+        return of_rows_undone(self.delta, self.q.shape[0], self.q.shape[2])
 
     def put(self, there: torch.Tensor, found: torch.Tensor) -> None:
         """Write to ``there``, a part of dq, or add to it."""
@@ -249,15 +256,23 @@ class Tile:
 
     def backward(self, z: Backward, rooms: Rooms) -> None:
         """Write its queries' dq, and add to dk and dv what comes from it."""
-        h = z.q.shape[3]
-        q, do = self.rows("q", z.q, rooms), self.rows("grad", z.grad, rooms, z.gate)
+        h, there = z.q.shape[3], z.dq.narrow(2, self.at, self.n)
+        q, do = self.rows("q", z.q, rooms), self.rows("grad", z.grad, rooms, None if z.sees_all else z.gate)
         p = self.scores(q, z.k, rooms).sub_(self.numbers(z.lse, h).unsqueeze(2)).exp2_()
+        ds, delta = torch.bmm(do, self.seen(z.v).mT, out=rooms("ds", *p.shape)), self.numbers(z.delta, h)
+        if z.sees_all:
+            torch.sum(ds.mul_(p), -1, out=delta)
+            ds.addcmul_(p, delta.unsqueeze(2), value=-1)
+        else:
+            ds.sub_(delta.unsqueeze(2)).mul_(p)
+        gate = z.gate.narrow(2, self.at, self.n) if z.sees_all and z.gate is not None else None
+        if gate is not None:  # times rows of q and of grad, which are fewer numbers than scores
+            q.view(there.shape).mul_(gate)
+            do.view(*there.shape[:4], -1).mul_(gate)
         self.seen(z.dv).baddbmm_(p.mT, do)
-        ds = torch.bmm(do, self.seen(z.v).mT, out=rooms("ds", *p.shape))
-        ds.sub_(self.numbers(z.delta, h).unsqueeze(2)).mul_(p)
         self.seen(z.dk).baddbmm_(ds.mT, q)
-        there = z.dq.narrow(2, self.at, self.n)
-        z.put(there, torch.bmm(ds, self.seen(z.plain_k), out=rooms("out", *q.shape)).view(there.shape))
+        dq = torch.bmm(ds, self.seen(z.plain_k), out=rooms("out", *q.shape)).view(there.shape)
+        z.put(there, dq if gate is None else dq.mul_(gate))
 
 
 def minus_infinity(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

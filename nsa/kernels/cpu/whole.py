@@ -1,7 +1,8 @@
 """The three branches and their gates as one on a CPU: Eq. 5 of the paper, and one backward for everything.
 
 What gates and branches have between them is made tile by tile: a branch's share of the gradient is grad * gate, and delta, the row
-sum of that share and the branch's output, is the gate times the gate's own gradient. The branches add to one gradient of q.
+sum of that share and the branch's output, is the gate times the gate's own gradient. A tile of the window or the compressed branch
+sees all keys of its queries, and makes delta of its scores: their outputs are not kept. The branches add to one gradient of q.
 """
 
 from __future__ import annotations
@@ -28,23 +29,21 @@ def gated_sum(gates: torch.Tensor, outputs: Tensors3) -> torch.Tensor:
 
 
 def backward(
-    grad: torch.Tensor, gates: torch.Tensor, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, outputs: Tensors3,
+    grad: torch.Tensor, gates: torch.Tensor, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, o_sel: torch.Tensor,
     lse: Tensors3, chosen: torch.Tensor, l: int, d: int, l_sel: int, w: int, scale: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Gradients of gates, q, and keys and values in the order of the arguments."""
-    of_gates = [row_sums(grad, out) for out in outputs]
-    dq = torch.empty_like(q)
+    gate_sel, dq = row_sums(grad, o_sel), torch.empty_like(q)
 
-    def begin(branch: int, keys: Pair, *, add: bool = True) -> Backward:
-        gate = gates[..., branch]
-        delta = of_gates[branch] * gate
-        return Backward.of(grad, q, *keys, lse[branch], delta, scale, dq, gate=gate.unsqueeze(-1), add=add)
+    def begin(branch: int, keys: Pair, delta: torch.Tensor | None = None, *, add: bool = True) -> Backward:
+        return Backward.of(grad, q, *keys, lse[branch], delta, scale, dq, gate=gates[..., branch, None], add=add)
 
     of_win = begin(2, win, add=False)  # the window first: it writes every query's gradient, to which the others add
     sliding_gradients(of_win, w)
-    of_cmp, of_sel = begin(0, cmp), begin(1, sel)
+    of_cmp, of_sel = begin(0, cmp), begin(1, sel, gate_sel * gates[..., 1])
     compressed_gradients(of_cmp, l, d)
     selected_gradients(of_sel, chosen, l_sel)
+    of_gates = of_cmp.of_gate(), gate_sel, of_win.of_gate()
     branches = ((of_cmp, cmp), (of_sel, sel), (of_win, win))
     keys = [x for z, pair in branches for x in z.of_keys_and_values(*pair, scale)]
     return torch.stack(of_gates, -1).to(gates.dtype), dq, *keys

@@ -23,7 +23,7 @@ from nsa.kernels.triton.launch import (
     of_keys_alone,
     rows_for,
 )
-from nsa.kernels.triton.selection_schedule import Selection
+from nsa.kernels.triton.selection_schedule import LEAST_PAD, Selection
 from nsa.kernels.triton.sequences import Range, Sequences
 from nsa.kernels.triton.tiles import tile
 
@@ -73,7 +73,7 @@ def select_blocks(
     importance: torch.Tensor, picks: torch.Tensor, sequences: Sequences, at: Range, selection: Selection
 ) -> None:
     """Write the picks int32 [T, G, n_sel] of the queries of ``at``, whose importance is [queries, G, blocks]."""
-    pad = max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel)))
+    pad = max(LEAST_PAD, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel)))
     launch(
         pick_blocks.select_blocks, (at.tokens * picks.shape[1],), picks, importance, picks,
         picks if sequences.positions is None else sequences.positions, sequences.longest, picks.shape[1], at.first,

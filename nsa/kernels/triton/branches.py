@@ -64,7 +64,7 @@ class Places(NamedTuple):
 
 def window(w: int) -> Places:
     """Return the last w tokens."""
-    return Places("sliding", 1, 0, w)
+    return Places("sliding", 1, 0, min(w, NO_WINDOW - 1))
 
 
 def compression(l: int, d: int) -> Places:

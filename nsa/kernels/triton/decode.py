@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.pick_blocks import pick_best, write_picks
-from nsa.kernels.triton.rows import add_product, load_two, product, store_two, zeros_two
+from nsa.kernels.triton.rows import LENGTHS, add_product, load_two, product, store_two, zeros_two
 
 HEADS = tl.constexpr(16)  # merged at once: more take too many registers
 
@@ -83,19 +83,7 @@ def _scan(
     tl.store(PART_LSE + at, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=there)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "start",
-        "n_cmp",
-        "n_win",
-        "cmp_tiles",
-        "win_tiles",
-        "cmp_programs",
-        "win_programs",
-        "each",
-        "parts",
-    ]
-)
+@triton.jit(do_not_specialize=LENGTHS)
 def scan_keys(
     Q, K_CMP, V_CMP, K_WIN, V_WIN, PART, PART_LSE, SCORES, TOPS, ARRIVED, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles,
     cmp_programs, win_programs, each, parts, k_cmp_stride, v_cmp_stride, k_win_stride, v_win_stride, window, qk,
@@ -269,7 +257,7 @@ def _finish(
         store_two(OUT, (at + head) * DV, there, y0, y1, DV, E0, E1)
 
 
-@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks", "parts"])
+@triton.jit(do_not_specialize=LENGTHS)
 def pick_blocks(
     PART_LSE, SCORES, TOPS, PICKS, T, G, start, cmp_tiles, cmp_programs, parts, n_blocks,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr, BJ: tl.constexpr,
@@ -284,7 +272,7 @@ def pick_blocks(
     write_picks(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel, chosen, n_sel, PAD)
 
 
-@triton.jit(do_not_specialize=["start", "first_part", "parts"])
+@triton.jit(do_not_specialize=LENGTHS)
 def read_blocks(
     Q, K, V, PICKS, PART, PART_LSE, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
@@ -300,7 +288,7 @@ def read_blocks(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_win", "first_sel", "parts"])
+@triton.jit(do_not_specialize=LENGTHS)
 def sum_parts(
     PART, PART_LSE, GATES, OUT, T, H, G, first_win, first_sel, parts,
     h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
@@ -316,7 +304,7 @@ def sum_parts(
     tl.store(OUT + at * DV + column, total.to(OUT.dtype.element_ty), mask=column < DV)
 
 
-@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks", "first_part", "parts"])
+@triton.jit(do_not_specialize=LENGTHS)
 def pick_and_read(
     Q, K, V, GATES, PART, PART_LSE, SCORES, TOPS, PICKS, SCANNED, ARRIVED, OUT, T, H, G, start, cmp_tiles, cmp_programs, n_blocks,
     first_part, parts, k_stride, v_stride, qk,

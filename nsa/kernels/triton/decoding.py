@@ -12,17 +12,20 @@ from nsa.kernels.triton.branches import Pair
 from nsa.kernels.triton.launch import LOG2E, head_dims, launch
 from nsa.kernels.triton.selection_schedule import Selection
 from nsa.kernels.triton.tiles import widths
+from nsa.sizes import Sizes
 
 MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
 KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32
 MOST_SCORES = 8192  # of blocks and heads that a program holds at once
 PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives several to each
-# Warps of programs that pick each for itself: 8 on a multiprocessor of an H100 (132), 10 of an A100 (108).
-AT_ONCE = 1024
+# Warps of programs that pick each for itself, up to which one kernel does what else three do; 1,024 are 8 on a multiprocessor of an
+# H100. It has not run on a GPU: none until it has.
+AT_ONCE = 0
 
 
-def serves(q: torch.Tensor, d_v: int, l: int, d: int, l_sel: int) -> bool:
+def serves(q: torch.Tensor, d_v: int, sizes: Sizes) -> bool:
     """Return whether so many new tokens q [B, T, H, Dk], and such blocks, are what the kernels were made for."""
+    l, d, l_sel = sizes[:3]
     fits = (q.shape[-1] + d_v) * q.element_size() <= 1024  # in the shared memory of an A100
     return q.shape[1] <= MOST_TOKENS and fits and steps_of(keys_for(q), l // d, l_sel // d).is_clear
 
@@ -46,7 +49,7 @@ def attend(
     G, d_v = sel[0].shape[2], sel[1].shape[3]
     h, rows = H // G, T * (H // G)
     # As many picks at any length, -1 behind the last: little is compiled again as the cache grows.
-    selection = Selection.of(start + T, l_sel, n_sel, q, d_v)._replace(n_sel=n_sel)
+    selection = Selection.of(start + T, l_sel, n_sel, q, d_v)
     keys = keys_for(q)
     steps = steps_of(keys, l // d, l_sel // d)
     n_cmp, n_win = cmp[0].shape[1], win[0].shape[1]

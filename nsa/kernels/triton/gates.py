@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import load_lse, load_two
+from nsa.kernels.triton.rows import LENGTHS, load_lse, load_two
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _row_sums(x0, x1, A, at, there, D: tl.constexpr, D0: tl.constexpr, D1: tl.co
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def gates_backward(
     GRAD, O_CMP, O_SEL, O_WIN, GATES, LSE, D_GATES, DELTA, GATED_LSE, rows,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr,
@@ -56,7 +56,7 @@ def _of_branch(
     tl.store(GATED_LSE + at, tl.where(is_open, lse, float("inf")), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def row_sums(
     GRAD, O, LSE, DELTA, GATED_LSE, rows, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr
 ):

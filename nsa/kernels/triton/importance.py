@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import keys_of, load_lse, load_two, product, queries_of, tokens_of, visible_keys
+from nsa.kernels.triton.rows import LENGTHS, keys_of, load_lse, load_two, product, queries_of, tokens_of, visible_keys
 
 # Probabilities are scaled by 2^SHIFT, so that small ones keep their digits in float16; 64 heads of 1 stay below its largest number.
 SHIFT = tl.constexpr(8.0)
@@ -45,7 +45,7 @@ def _block_scores(
     return tl.dot(weight, summed.to(heads_of.dtype), found, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def block_importance(
     Q, K, KD0, KD1, LSE, OUT, SEQUENCES, S, N, H, G, BG, LO, HI, FIRST, n_blocks, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, DK: tl.constexpr,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import FIELDS, queries_of, tokens_of
+from nsa.kernels.triton.rows import FIELDS, LENGTHS, queries_of, tokens_of
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def items_of(
     return list0 // PIECE + first, (list0 + (hi - lo) * n_sel) // PIECE + first + own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def count_picks(
     PICKS, COUNTS, SEQUENCES, S, G, LO, HI, chunks, n_blocks,
     n_sel: tl.constexpr, CH: tl.constexpr, NS: tl.constexpr, NB: tl.constexpr, PACKED: tl.constexpr,
@@ -89,7 +89,7 @@ def count_picks(
         tl.store(COUNTS + at, found, mask=j < n_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def scan_counts(
     COUNTS, TOTALS, SEQUENCES, G, LO, HI, chunks, n_blocks, CH: tl.constexpr, CC: tl.constexpr, BJ: tl.constexpr,
     PACKED: tl.constexpr,
@@ -136,7 +136,7 @@ def write_items(ITEMS, STARTS, first, end, group, list0, total, worker, workers,
         tl.store(STARTS + j, start, mask=j <= n_blocks)  # the blocks behind the last have no pieces
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def place_entries(
     PICKS, COUNTS, TOTALS, LISTS, ITEMS, STARTS, SEQUENCES, S, G, LO, HI, FIRST, chunks, n_blocks, PIECE,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, CH: tl.constexpr, NS: tl.constexpr, NB: tl.constexpr, BIG: tl.constexpr,
@@ -171,7 +171,7 @@ def place_entries(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def cut_lists(
     TOTALS, ITEMS, STARTS, SEQUENCES, S, G, LO, HI, FIRST, n_blocks, PIECE, n_sel: tl.constexpr, L_SEL: tl.constexpr,
     NB: tl.constexpr, PACKED: tl.constexpr,

@@ -1,4 +1,4 @@
-"""The whole of NSA on a GPU as operators of torch.library: opaque to torch.compile, one node in the autograd graph.
+"""The whole of NSA on a GPU as operators of torch: opaque to torch.compile, one node in the autograd graph.
 
 Triton is imported as they run, not before: a machine without it can import this.
 """
@@ -9,109 +9,98 @@ from typing import Any
 
 import torch
 
-from nsa.kernels import blocks, derivatives
-from nsa.kernels.ops import Pair, alone_has_a_gradient, of_the_first, plainly, positive_scale
-from nsa.kernels.sizes import Sizes
+from nsa.kernels.cpu.whole import Pair
+from nsa.kernels.derivatives import operator, refuse, register
+from nsa.kernels.ops import alone_has_a_gradient, like, of_the_first, plainly, positive_scale, returns, tensors
+from nsa.sizes import Sizes
 
-KEPT = 7  # outputs behind the first, which have no gradient
+INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+KEPT = (
+    "o_cmp",
+    "o_sel",
+    "o_win",
+    "lse",
+    "picks",
+    "entries",
+    "totals",
+)  # outputs behind the first, which have no gradient
+OTHERS = "Tensor? cu_seqlens, SymInt l, SymInt d, SymInt l_sel, SymInt n_sel, SymInt w, float scale"
 
 
-@torch.library.custom_op("nsa::attention", mutates_args=())
 @plainly
-def attention(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor, k_win: torch.Tensor,
-    v_win: torch.Tensor, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, l: int, d: int, l_sel: int, n_sel: int, w: int,
-    scale: float,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    """Return Eq. 5, [B, S, H, Dv], and what `whole.Kept` names. ``cu_seqlens``: a pack's, on the CPU, so that nothing waits for
-    the device.
-    """
+def _forward(q: torch.Tensor, *given: Any) -> Any:
     from nsa.kernels.triton import whole
 
-    pairs = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
-    out, kept = whole.forward(q, *pairs, gates, cu_seqlens, Sizes(l, d, l_sel, n_sel, w), scale)
+    pairs, (gates, cu_seqlens, *sizes, scale) = (given[0:2], given[2:4], given[4:6]), given[6:]
+    out, kept = whole.forward(q, *pairs, gates, cu_seqlens, Sizes(*sizes), scale)
     return out, *kept
 
 
-@attention.register_fake
-def _(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor, k_win: torch.Tensor,
-    v_win: torch.Tensor, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, l: int, d: int, l_sel: int, n_sel: int, w: int,
-    scale: float,
-) -> Any:  # fmt: skip
+def _fake(q: torch.Tensor, *given: Any) -> Any:
     from nsa.kernels.triton import whole
 
-    kept = whole.empty_kept(q, v_sel, cu_seqlens, Sizes(l, d, l_sel, n_sel, w))
-    return q.new_empty(*q.shape[:3], v_sel.shape[-1]), *kept
+    v_sel, (cu_seqlens, *sizes, _) = given[3], given[7:]
+    return q.new_empty(*q.shape[:3], v_sel.shape[-1]), *whole.empty_kept(q, v_sel, cu_seqlens, Sizes(*sizes))
 
 
-@torch.library.custom_op("nsa::attention_backward", mutates_args=())
 @plainly
-def attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
-    k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor,
-    o_win: torch.Tensor, lse: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, totals: torch.Tensor,
-    cu_seqlens: torch.Tensor | None, l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    """Return gradients of q, keys and values, and gates, in the order of the arguments."""
+def _backward(grad: torch.Tensor, q: torch.Tensor, *given: Any) -> Any:
     from nsa.kernels.triton import whole
 
-    pairs = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
-    kept = whole.Kept(o_cmp, o_sel, o_win, lse, picks, entries, totals)
-    return whole.backward(grad, q, *pairs, gates, kept, cu_seqlens, Sizes(l, d, l_sel, n_sel, w), scale)
+    pairs, kept, (cu_seqlens, *sizes, scale) = (given[0:2], given[2:4], given[4:6]), given[7:14], given[14:]
+    return whole.backward(grad, q, *pairs, given[6], whole.Kept(*kept), cu_seqlens, Sizes(*sizes), scale)
 
 
-@attention_backward.register_fake
-def _(grad: torch.Tensor, *others: Any) -> Any:
-    return tuple(x.new_empty(x.shape) for x in others[:8])
+# Eq. 5, [B, S, H, Dv], and what `whole.Kept` names. ``cu_seqlens``: a pack's, on the CPU, so that nothing waits for the device.
+attention = operator("attention", f"({tensors(*INPUTS)}, {OTHERS}) -> {returns(1 + len(KEPT))}", _forward, _fake)
+# Gradients of q, keys and values, and gates, in the order of the arguments.
+attention_backward = operator(
+    "attention_backward", f"({tensors('grad', *INPUTS, *KEPT)}, {OTHERS}) -> {returns(8)}", _backward,
+    lambda grad, *others: like(*others[:8]),
+)  # fmt: skip
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     alone_has_a_gradient(ctx, *output[1:])
-    tensors, cu_seqlens, ctx.sizes = inputs[:8], inputs[8], inputs[9:]
-    ctx.save_for_backward(*tensors, *output[1:], *(() if cu_seqlens is None else (cu_seqlens,)))
+    cu_seqlens, ctx.sizes = inputs[8], inputs[9:]
+    ctx.save_for_backward(*inputs[:8], *output[1:], *(() if cu_seqlens is None else (cu_seqlens,)))
 
 
 @of_the_first
-def _backward(ctx: Any, grad: torch.Tensor) -> Any:
-    saved, count = ctx.saved_tensors, 8 + KEPT
+def _differentiate(ctx: Any, grad: torch.Tensor) -> Any:
+    saved, count = ctx.saved_tensors, len(INPUTS) + len(KEPT)
     cu_seqlens = saved[count] if len(saved) > count else None
     found = attention_backward(grad.to(saved[0].dtype), *saved[:count], cu_seqlens, *ctx.sizes)
     return *found, *(None for _ in range(7))
 
 
-derivatives.register(attention, _backward, _setup)
-derivatives.register(attention_backward, derivatives.refuse)
+register(attention, _differentiate, _keep)
+register(attention_backward, refuse)
 
 
-@torch.library.custom_op("nsa::selection_mask", mutates_args=())
-def selection_mask(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """Return bool [T, G, n_blocks], as `blocks.select` makes it, of picks int32 [T, G, n]."""
+def _mask(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
     from nsa.kernels.triton import single
 
     return single.mask_of(picks, n_blocks)
 
 
-@selection_mask.register_fake
-def _(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    return picks.new_empty(*picks.shape[:2], n_blocks, dtype=torch.bool)
+# bool [T, G, n_blocks], as `blocks.select` makes it, of picks int32 [T, G, n].
+selection_mask = operator(
+    "selection_mask", "(Tensor picks, SymInt n_blocks) -> Tensor", _mask,
+    lambda picks, n_blocks: picks.new_empty(*picks.shape[:2], n_blocks, dtype=torch.bool),
+)  # fmt: skip
 
 
-@torch.library.custom_op("nsa::rotate", mutates_args=())
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
-    """Return x [B, N, heads, D] turned by cos and signed sin [1, N, 1, D], or its gradient turned back: `triton.rotary`."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
     from nsa.kernels.triton import rotary
 
     return rotary.rotated(x, cos, sin, backward=backward)
 
 
-@rotate.register_fake
-def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
-    return x.new_empty(x.shape)
+# x [B, N, heads, D] turned by cos and signed sin [1, N, 1, D], or its gradient turned back: `triton.rotary`.
+rotate = operator(
+    "rotate", "(Tensor x, Tensor cos, Tensor sin, bool backward) -> Tensor", _rotate, lambda x, *_: x.new_empty(x.shape)
+)
 
 
 def _keep_table(ctx: Any, inputs: Any, output: Any) -> None:
@@ -123,15 +112,15 @@ def _turn_back(ctx: Any, grad: torch.Tensor) -> Any:
     return rotate(grad, *ctx.saved_tensors, not ctx.is_backward), None, None, None
 
 
-derivatives.register(rotate, _turn_back, _keep_table)
+register(rotate, _turn_back, _keep_table)
 
 
 def attend_on_gpu(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, *, l: int, d: int,
-    l_sel: int, n_sel: int, w: int, scale: float,
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `dispatch.attend` by the triton backend: the output, and the picks int32 [B * S, G, n] of each query."""
     q, scale = positive_scale(q, scale)
-    w, n_sel = min(w, q.shape[1]), min(n_sel, blocks.num_selection(q.shape[1], l_sel))
+    l, d, l_sel, n_sel, w = sizes
     found = attention(q, *cmp, *sel, *win, gates, cu_seqlens, l, d, l_sel, n_sel, w, scale)
     return found[0], found[5]

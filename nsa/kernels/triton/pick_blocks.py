@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.kernels.triton.rows import LENGTHS
+
 
 @triton.jit
 def write_picks(at, chosen, n_sel: tl.constexpr, PAD: tl.constexpr):
@@ -44,7 +46,7 @@ def pick_best(score, own, n_sel: tl.constexpr, LOCAL: tl.constexpr, PAD: tl.cons
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def select_blocks(
     IMPORTANCE, PICKS, POSITIONS, S, G, FIRST, n_blocks, n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr,
     PAD: tl.constexpr, PACKED: tl.constexpr,
@@ -62,7 +64,7 @@ def select_blocks(
     write_picks(PICKS + (token.to(tl.int64) * G + row % G) * n_sel, chosen, n_sel, PAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def picks_of_mask(CHOSEN, PICKS, n_blocks, n_sel: tl.constexpr, PAD: tl.constexpr):
     """Write the picks of a selection bool [T, G, Ns], as other backends make it. Grid (T * G,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -71,7 +73,7 @@ def picks_of_mask(CHOSEN, PICKS, n_blocks, n_sel: tl.constexpr, PAD: tl.constexp
     write_picks(PICKS + row * n_sel, chosen, n_sel, PAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def mask_of_picks(PICKS, CHOSEN, n_blocks, n_sel: tl.constexpr, PAD: tl.constexpr):
     """Write the selection int8 [T, G, Ns] of picks. Grid (T * G,)."""
     row = tl.program_id(0).to(tl.int64)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.launch import launch
+from nsa.kernels.triton.rows import LENGTHS
 
 ROWS = 32  # of a program: (token, head) pairs
 
@@ -21,7 +22,7 @@ def _load_pairs(at, there, HALF: tl.constexpr):
     return first, tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def rotate(
     X, COS, SIN, OUT, rows, N, x_stride, heads: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
     BACKWARD: tl.constexpr,

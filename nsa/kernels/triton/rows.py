@@ -20,6 +20,13 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_HINT = tl.constexpr("")  # of how long a cache keeps what was read or written
 FIELDS = tl.constexpr(8)  # of a sequence in the table
+# Arguments of kernels that change with the number or the length of sequences. Triton would compile a kernel again for each that
+# becomes 1, or a multiple of 16.
+LENGTHS = (
+    "S", "N", "BG", "LO", "HI", "FIRST", "SEGMENT", "keys", "rows", "segments", "chunks",
+    "start", "n_cmp", "n_win", "cmp_tiles", "win_tiles", "cmp_programs", "win_programs", "each", "parts", "first_part",
+    "first_win", "first_sel",
+)  # fmt: skip
 
 
 @triton.jit

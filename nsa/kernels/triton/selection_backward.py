@@ -14,7 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import load_two, part_of, picks_there, product, store_part, store_two, tokens_of, zeros_two
+from nsa.kernels.triton.rows import (
+    LENGTHS,
+    load_two,
+    part_of,
+    picks_there,
+    product,
+    store_part,
+    store_two,
+    tokens_of,
+    zeros_two,
+)
 from nsa.kernels.triton.strided_backward import rows_give
 
 
@@ -29,7 +39,7 @@ def _store_transposed(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def selected_backward(
     Q, K, V, GRAD, LSE, DELTA, LISTS, ITEMS, PART_DQ, PART_K, PART_V, SEQUENCES, S, H, G, FIRST, qk, scale,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
@@ -98,7 +108,7 @@ def selected_backward(
         store_two(PART_V, out * DV, everywhere, dv0, dv1, DV, E0, E1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_dq(
     PART_DQ, DQ, PICKS, G, FIRST,
     n_sel: tl.constexpr, SUB: tl.constexpr, NS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
@@ -141,7 +151,7 @@ def _sum_items(
     tl.store(out, total.to(OUT.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def sum_items(
     PART_K, PART_V, STARTS, OUT_K, OUT_V, SEQUENCES, S, G, n_blocks,
     L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, PK: tl.constexpr, DV: tl.constexpr,

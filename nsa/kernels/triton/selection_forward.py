@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.rows import (
+    LENGTHS,
     LOG2E,
     add_product,
     load_part,
@@ -41,7 +42,7 @@ def _scores(
     return product(q0, q1, k0, k1, D1, PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def selected_forward(
     Q, K, V, LISTS, ITEMS, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
@@ -108,7 +109,7 @@ def selected_forward(
                 following = tl.load(LISTS + begin + (r + 2 * BM) // h, mask=r + 2 * BM < rows, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_parts(
     PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, PICKS, H, G, FIRST,
     n_sel: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,

@@ -17,11 +17,14 @@ from nsa.kernels.triton.launch import LOG2E, head_dims, launch
 from nsa.kernels.triton.sequences import Range, Sequences
 from nsa.kernels.triton.tiles import capability, keys_at_once, tile, widths
 
+FEW = 32  # picks, which kernels have room for at any length, -1 behind the last: little is compiled again for another length
+ROUND = 16  # blocks, so that rows of their figures are aligned at any length
+LEAST_PAD = 128  # blocks that they have room for, for the same reason
 Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Selection(NamedTuple):
-    """Blocks of l_sel tokens, n_sel of them per query; at most n_blocks in a sequence; a program holds sub_block keys of one."""
+    """Blocks of l_sel tokens, n_sel of them per query; n_blocks or fewer in a sequence; a program holds sub_block keys of one."""
 
     l_sel: int
     n_sel: int
@@ -30,11 +33,16 @@ class Selection(NamedTuple):
 
     @classmethod
     def of(cls, longest: int, l_sel: int, n_sel: int, q: torch.Tensor, d_v: int) -> Selection:
-        """In sequences of at most ``longest`` tokens, for queries like ``q`` [..., Dk]; never more blocks per query than there
-        are.
+        """In sequences of at most ``longest`` tokens, for queries like ``q`` [..., Dk]. More than `FEW` blocks per query only where
+        there are as many.
         """
-        n_blocks = blocks.num_selection(longest, l_sel)
-        return cls(l_sel, min(n_sel, n_blocks), n_blocks, keys_at_once(l_sel, q.shape[-1], d_v, q.element_size()))
+        n_blocks = -(-blocks.num_selection(longest, l_sel) // ROUND) * ROUND
+        return cls(
+            l_sel,
+            n_sel if n_sel <= FEW else min(n_sel, n_blocks),
+            n_blocks,
+            keys_at_once(l_sel, q.shape[-1], d_v, q.element_size()),
+        )
 
     @property
     def sub_blocks(self) -> int:
@@ -63,7 +71,7 @@ class Items(NamedTuple):
 
 def _pads(selection: Selection, sequences: Sequences) -> dict[str, int]:
     slots = triton.next_power_of_2(selection.n_sel)
-    return {"CH": sequences.chunk, "NS": slots, "NB": triton.next_power_of_2(selection.n_blocks + 1)}
+    return {"CH": sequences.chunk, "NS": slots, "NB": max(LEAST_PAD, triton.next_power_of_2(selection.n_blocks + 1))}
 
 
 def make_lists(

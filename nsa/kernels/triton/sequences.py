@@ -106,7 +106,15 @@ def pack(
     ends: Sequence[int], l: int, d: int, l_sel: int, bytes_of_parts: int, device: torch.device
 ) -> Sequences:  # fmt: skip
     """Return sequences one behind the other, from ``ends[i]`` to ``ends[i + 1]``; empty ones are skipped."""
-    return _pack(tuple(ends), l, d, l_sel, tuple(ranges_of(ends[-1], bytes_of_parts)), device)
+    found, written = _pack(tuple(ends), l, d, l_sel, tuple(ranges_of(ends[-1], bytes_of_parts)), device)
+    # Another stream waits for the copy. A capture need not: torch synchronizes before it begins.
+    if written is not None and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(written)
+        for tensor in (found.table, found.positions):
+            if tensor is not None:
+                tensor.record_stream(stream)
+    return found
 
 
 # All layers of a step need the same tables; and a captured step, which must not read what the host holds, finds those of
@@ -114,7 +122,8 @@ def pack(
 @functools.lru_cache(maxsize=8)
 def _pack(
     ends: tuple[int, ...], l: int, d: int, l_sel: int, runs: tuple[tuple[int, int], ...], device: torch.device
-) -> Sequences:
+) -> tuple[Sequences, torch.cuda.Event | None]:
+    """Return sequences, and on a GPU the event after which their tables are written."""
     spans = [(a, b - a) for a, b in pairwise(ends) if b > a]
     tokens, longest = ends[-1], max(length for _, length in spans)
     chunk = SHORT_CHUNK if longest <= SHORT else CHUNK
@@ -152,10 +161,14 @@ def _pack(
     owners = torch.arange(len(spans), dtype=torch.int32, device=device)
     owners = torch.repeat_interleave(owners, table[: len(spans), 1], output_size=tokens)
     positions = torch.arange(tokens, dtype=torch.int32, device=device) - table[:, 0].index_select(0, owners)
-    return Sequences(
+    written = torch.cuda.Event() if device.type == "cuda" else None
+    if written is not None:
+        written.record(torch.cuda.current_stream(device))
+    made = Sequences(
         count=len(spans), longest=longest, most_keys=max(keys), tokens=tokens, chunk=chunk, ranges=tuple(ranges),
         table=table[: len(spans)], positions=positions,
     )  # fmt: skip
+    return made, written
 
 
 def _on_device(rows: list[list[int]], device: torch.device) -> torch.Tensor:

@@ -71,7 +71,7 @@ def compressed_forward(
 
 def compressed_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    l: int, d: int, scale: float,
+    l: int, d: int, _: int, scale: float,
 ) -> Triple:  # fmt: skip
     """As `cpu.compressed_backward`."""
     return _strided_backward(grad, q, k, v, out, lse, _batch(q, l, d), branches.compression(l, d), scale)

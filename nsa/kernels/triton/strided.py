@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.rows import (
+    LENGTHS,
     add_product,
     keys_of,
     load_two,
@@ -89,7 +90,7 @@ def _forward_tile(
     return acc0, acc1, total, new_top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def strided_forward(
     Q, K, V, KD0, KD1, VD0, VD1, O, LSE, SEQUENCES, S, N, H, G, BG, WINDOW, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,

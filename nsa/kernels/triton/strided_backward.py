@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.rows import (
+    LENGTHS,
     add_product,
     keys_of,
     load_two,
@@ -46,7 +47,7 @@ def _dq_tile(
     return add_product(ds.to(k0.dtype), k0, k1, dq0, dq1, D1, PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def strided_dq(
     Q, K, V, KD0, KD1, VD0, VD1, GRAD, LSE, DELTA, DQ, SEQUENCES, S, N, H, G, BG, WINDOW, qk, scale,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -152,7 +153,8 @@ def _segment_tile(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit
+# Where S is a multiple of 16, registers of an H100 hold more of its loops (kernels_compiled.json): another variant for that.
+@triton.jit(do_not_specialize=[name for name in LENGTHS if name != "S"])
 def strided_dkv(
     Q, K, V, GRAD, LSE, DELTA, OUT_K, OUT_V, SEQUENCES, S, N, H, G, BG, WINDOW, SEGMENT, keys, qk, scale,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -230,7 +232,7 @@ def _sum(PARTS, OUT, row, rows, segments, D: tl.constexpr, PD: tl.constexpr, BR:
     tl.store(OUT + row[:, None] * D + column[None, :], total.to(OUT.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def sum_segments(
     PARTS_K, PARTS_V, OUT_K, OUT_V, rows, segments, DK: tl.constexpr, PK: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
     BR: tl.constexpr,

@@ -1,9 +1,8 @@
-"""Whether the Triton kernels can serve a call; no import of Triton, so that a machine without it can query."""
+"""Whether the Triton kernels can serve a call; Triton is imported for a GPU's tensors alone, and a machine without it can query."""
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 
@@ -22,10 +21,17 @@ def is_installed(package: str) -> bool:
 
 
 @functools.cache
-def triton_version() -> tuple[int, int]:
-    """Return major and minor of the installed Triton."""
-    major, minor = importlib.metadata.version("triton").split(".")[:2]
-    return int(major), int(minor)
+def why_no_triton() -> str:
+    """Return '' where the module triton serves, else the reason. Its distribution may have another name (torch's nightlies)."""
+    try:
+        import triton
+
+        major, minor = (int(part) for part in triton.__version__.split(".")[:2])
+    except Exception as error:  # a module that is broken in any way is not there
+        return f"triton cannot be imported ({type(error).__name__}: {error})"
+    if (major, minor) < MIN_TRITON:
+        return "the Triton kernels need Triton {}.{}, and {} is installed".format(*MIN_TRITON, triton.__version__)
+    return ""
 
 
 def is_interpreted() -> bool:
@@ -35,10 +41,14 @@ def is_interpreted() -> bool:
 
 def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
     """Return '' where the kernels can serve such tensors, else the reason that they cannot."""
-    if not is_installed("triton"):
-        return "triton is not installed"
-    if triton_version() < MIN_TRITON:
-        return "the Triton kernels need Triton {}.{}, and {}.{} is installed".format(*MIN_TRITON, *triton_version())
+    if device.type != "cuda" and not is_interpreted():
+        return f"the Triton kernels need an NVIDIA GPU, and the tensors are on {device.type}"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "the Triton kernels are for NVIDIA GPUs, and this torch is built for AMD's (ROCm)"
+    if device.type == "cuda" and torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if reason := why_no_triton():
+        return reason
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
     if max(d_k, d_v) > MAX_HEAD_DIM:
@@ -46,7 +56,7 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
     if is_interpreted() and dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 as if it were integers"
     if device.type != "cuda":
-        return "" if is_interpreted() else f"the Triton kernels need a GPU, and the tensors are on {device.type}"
+        return ""
     return _why_not_on(device.index or 0, d_k, d_v)
 
 

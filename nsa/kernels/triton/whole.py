@@ -14,15 +14,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.sizes import Sizes
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences
 from nsa.kernels.triton.branches import Pair, flat
 from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
+from nsa.sizes import Sizes
 
-MOST_BLOCKS = 1 << 15  # of a sequence: a pick and its query are one sortable number of 30 bits
+MOST_BLOCKS = 1 << 15  # of a sequence
+SORTED_BITS = 30  # of a number that names a pick, its query and its slot
 MOST_HEADS = 128  # of a group: sums of their probabilities are float16's
 
 
@@ -43,12 +45,17 @@ class Kept(NamedTuple):
     totals: torch.Tensor
 
 
-def check_limits(S: int, H: int, G: int, d_k: int, d_v: int, l_sel: int) -> None:
+def check_limits(S: int, H: int, G: int, d_k: int, d_v: int, sizes: Sizes) -> None:
     """Refuse what would not fit the kernels' numbers. ValueError."""
-    n_blocks = blocks.num_selection(S, l_sel)
+    n_blocks = blocks.num_selection(S, sizes.select_block)
     if n_blocks >= MOST_BLOCKS:
         raise ValueError(
-            f"{S} tokens are {n_blocks} blocks of l_sel={l_sel}: the Triton kernels sort fewer than {MOST_BLOCKS}"
+            f"{S} tokens are {n_blocks} blocks of select_block={sizes.select_block}: the kernels sort fewer than {MOST_BLOCKS}"
+        )
+    slots = triton.next_power_of_2(min(sizes.n_select, n_blocks))
+    if n_blocks * sequences.CHUNK * slots >= 1 << SORTED_BITS:
+        raise ValueError(
+            f"n_select={sizes.n_select} of {n_blocks} blocks: the Triton kernels sort a pick with its query in {SORTED_BITS} bits"
         )
     if S * G * max(d_k, d_v) >= 1 << 31:
         raise ValueError(
@@ -61,18 +68,22 @@ def check_limits(S: int, H: int, G: int, d_k: int, d_v: int, l_sel: int) -> None
 def sequences_of(q: torch.Tensor, G: int, d_v: int, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Sequences:
     """Return the sequences of a batch, or of a pack: then ``cu_seqlens`` is read on the host."""
     B, S = q.shape[:2]
-    check_limits(S, q.shape[2], G, q.shape[3], d_v, sizes.l_sel)
-    each = selection_schedule.parts_bytes(q.flatten(0, 1), d_v, Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v))
+    check_limits(S, q.shape[2], G, q.shape[3], d_v, sizes)
+    each = selection_schedule.parts_bytes(
+        q.flatten(0, 1), d_v, Selection.of(S, sizes.select_block, sizes.n_select, q, d_v)
+    )
     if cu_seqlens is None:
-        return sequences.batch(B, S, sizes.l, sizes.d, sizes.l_sel, each, q.device)
-    return sequences.pack(cu_seqlens.tolist(), sizes.l, sizes.d, sizes.l_sel, each, q.device)
+        return sequences.batch(B, S, sizes.compress_block, sizes.compress_stride, sizes.select_block, each, q.device)
+    return sequences.pack(
+        cu_seqlens.tolist(), sizes.compress_block, sizes.compress_stride, sizes.select_block, each, q.device
+    )
 
 
 def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Kept:
     """Return room for what is kept; its shapes follow from those of the arguments alone, as a traced graph requires."""
     B, S, H, _ = q.shape
     tokens, G, d_v = B * S, v.shape[2], v.shape[3]
-    selection = Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v)
+    selection = Selection.of(S, sizes.select_block, sizes.n_select, q, d_v)
     each = selection_schedule.parts_bytes(q.flatten(0, 1), d_v, selection)
     groups = G * sequences.most_groups(tokens, B if cu_seqlens is None else max(1, cu_seqlens.shape[0] - 1), each)
     o_cmp, o_sel, o_win = (q.new_empty(tokens, H, d_v) for _ in range(3))
@@ -93,16 +104,26 @@ def forward(
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     out = q.new_empty(*q.shape[:3], sel[1].shape[-1])
     flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat(q, *cmp, *sel, *win, gates)
-    places = branches.compression(sizes.l, sizes.d)
+    places = branches.compression(sizes.compress_block, sizes.compress_stride)
     branches.strided_forward(flat_q, k_cmp, v_cmp, seqs, places, scale, kept.o_cmp, kept.lse[0])
-    branches.strided_forward(flat_q, k_win, v_win, seqs, branches.window(sizes.w), scale, kept.o_win, kept.lse[2])
+    branches.strided_forward(flat_q, k_win, v_win, seqs, branches.window(sizes.window), scale, kept.o_win, kept.lse[2])
     G = sel[0].shape[2]
     selection = _selection(seqs, q, sel[1], kept, sizes)
     groups = 0
     for at in seqs.ranges:
         importance = q.new_empty(at.tokens, G, selection.n_blocks, dtype=torch.float32)
         block_schedule.block_importance(
-            flat_q, k_cmp, v_cmp.shape[-1], kept.lse[0], seqs, at, places, selection, sizes.l, scale, importance
+            flat_q,
+            k_cmp,
+            v_cmp.shape[-1],
+            kept.lse[0],
+            seqs,
+            at,
+            places,
+            selection,
+            sizes.compress_block,
+            scale,
+            importance,
         )
         block_schedule.select_blocks(importance, kept.picks, seqs, at, selection)
         del importance
@@ -116,7 +137,9 @@ def forward(
 
 def _selection(seqs: Sequences, q: torch.Tensor, v: torch.Tensor, kept: Kept, sizes: Sizes) -> Selection:
     # As many picks as ``kept`` has room for: in a pack of short sequences, -1 behind the last.
-    return Selection.of(seqs.longest, sizes.l_sel, sizes.n_sel, q, v.shape[-1])._replace(n_sel=kept.picks.shape[-1])
+    return Selection.of(seqs.longest, sizes.select_block, sizes.n_select, q, v.shape[-1])._replace(
+        n_sel=kept.picks.shape[-1]
+    )
 
 
 def _of_range(
@@ -138,7 +161,10 @@ def backward(
     flat_grad, flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat(grad, q, *cmp, *sel, *win, gates)
     d_gates, rows = branches.gates_backward(flat_grad, (kept.o_cmp, kept.o_sel, kept.o_win), flat_gates, kept.lse)
     dq, G = torch.empty_like(flat_q), k_sel.shape[1]
-    strided = ((0, k_cmp, v_cmp, branches.compression(sizes.l, sizes.d)), (2, k_win, v_win, branches.window(sizes.w)))
+    strided = (
+        (0, k_cmp, v_cmp, branches.compression(sizes.compress_block, sizes.compress_stride)),
+        (2, k_win, v_win, branches.window(sizes.window)),
+    )
     found = []
     for branch, k, v, places in strided:
         given = flat_grad, flat_q, k, v, rows.of(branch)
