@@ -111,7 +111,8 @@ class Watcher:
             shown.append(
                 f"{kind}: {found.cause} on {who}" + (f" at {found.where}" if found.where else "") + f": {found.reason}"
             )
-            shown.append(f"do: {found.advice or CAUSES[found.cause].advice}")
+            if advice := found.advice or (self.recorded is None and CAUSES[found.cause].advice):
+                shown.append(f"do: {advice}")
         unread = self.observer.unread
         return [visible(line) for line in ([*shown, f"not read: {unread}"] if unread else shown)]
 

@@ -96,38 +96,15 @@ class RankRunner:
         ``values`` are those of host fixtures; ``tried`` is what a bisection changes, and ``within`` the folder
         of the failure that it narrows down.
         """
-        nodeid, scenario = plain_nodeid(item.nodeid), scenario_of(item, tried)
         needs = needs_of(item, self.settings)
-        name = scenario or safe_name(masking.text(self.extensions.name_of(item)) or self.shown_id(item.session, nodeid))
         if tried is not None:
-            name = f"{within}/bisect-{safe_name(tried.label)}"
             needs = replace(needs, environment={**needs.environment, **tried.environment})
-        folder = self.folder.test_folder(name, self.group.ranks_here(needs.world_size))
-        if self.resources.holds_for_others(needs):
-            self.launcher.kill_ranks()  # ranks that stayed hold what this test is about to wait for
-        job = job_of(
-            item,
-            folder,
-            needs,
-            self.resources.take(needs, nodeid),
-            self.settings,
-            timeout=timeout or self.settings.timeout,
-            values=values,
-            tried=tried,
-            readings=self.extensions.scenarios,
-            next_needs=self._next_needs(),
-            debugger=self._debugger.name if self._debugger is not None else "",
-        )
-        job = replace(job, measures=lines_by_test.settings_of(item, folder))
-        job = self.group.local(job)
-        if job.flow:  # fresh ranks: if it passes there, an earlier test left what makes it fail
-            job = replace(job, reuse="", fresh_group=False, stay=False)
-        job = self._without_too_many_groups(job)
+        name = self._name(item, tried, within)
+        job = self._prepare(item, needs, name, timeout, values, tried)
         try:
             job = self._with_its_file(item.session, job, name)
-            folder = Path(job.folder)
             verdict, evidence = self._run(
-                item.session, job, keep=self._keeps(item, scenario), record=tried is None, is_tried=tried is not None,
+                item.session, job, keep=self._keeps(item, job.scenario), record=tried is None, is_tried=tried is not None,
                 awaits_all=_is_marked_to_fail(item),
             )  # fmt: skip
         finally:
@@ -137,6 +114,7 @@ class RankRunner:
         verdict, evidence, found = self.group.agree(verdict, evidence, found)
         if tried is not None:
             return verdict, evidence, found
+        folder = Path(job.folder)
         if verdict.failed and self.group.is_alone and not _is_expected(item, verdict):
             narrowed = self._bisect(
                 item, needs, verdict, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
@@ -148,6 +126,46 @@ class RankRunner:
         if not self.group.is_alone:
             self.recorder.add(folder, verdict)
         return verdict, evidence, found
+
+    def _name(self, item: pytest.Function, tried: Variation | None, within: str) -> str:
+        """Return the name of the folder of a test, or of a run of a bisection."""
+        if tried is not None:
+            return f"{within}/bisect-{safe_name(tried.label)}"
+        if scenario := scenario_of(item, None):
+            return scenario
+        given = masking.text(self.extensions.name_of(item))
+        return safe_name(given or self.shown_id(item.session, plain_nodeid(item.nodeid)))
+
+    def _prepare(
+        self,
+        item: pytest.Function,
+        needs: Needs,
+        name: str,
+        timeout: float | None,
+        values: dict[str, Any],
+        tried: Variation | None,
+    ) -> Job:
+        """Make the test's folder, lease what it needs, and return its job."""
+        folder = self.folder.test_folder(name, self.group.ranks_here(needs.world_size))
+        if self.resources.holds_for_others(needs):
+            self.launcher.kill_ranks()  # ranks that stayed hold what this test is about to wait for
+        job = job_of(
+            item,
+            folder,
+            needs,
+            self.resources.take(needs, plain_nodeid(item.nodeid)),
+            self.settings,
+            timeout=timeout or self.settings.timeout,
+            values=values,
+            tried=tried,
+            readings=self.extensions.scenarios,
+            next_needs=self._next_needs(),
+            debugger=self._debugger.name if self._debugger is not None else "",
+        )
+        job = self.group.local(replace(job, measures=lines_by_test.settings_of(item, folder)))
+        if job.flow:  # fresh ranks: if it passes there, an earlier test left what makes it fail
+            job = replace(job, reuse="", fresh_group=False, stay=False)
+        return self._without_too_many_groups(job)
 
     def remove_passed(self, item: pytest.Function, verdict: Verdict, folder: Path) -> None:
         """Delete the folder of a test that passed, unless it is to be kept."""
