@@ -56,6 +56,14 @@ timeout 60 pytest-nsa watch --run run --on-verdict "kill $launcher" > watched; p
         "sleeping (80% sure), at train.py:8",
         code=1,
     ),
+    "pip install PATH": Run("", ""),
+    "pytest-nsa diagnose dumps/": Run(
+        """for rank in 0 2; do
+echo "[Rank $rank] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=8)" >> job.log
+done; pytest-nsa diagnose job.log""",
+        "rank 1 never entered allreduce #5",
+        code=1,
+    ),
     "make plan     # the diagnostic plan": Run("make plan PHASES=2", "Nothing is wrong"),
     "pip install -e '.[test]' 'torch": Run("pytest tests_cpu/plan/test_plan.py --phases 2 -v", "Nothing is wrong"),
     "make plan FAULT=": Run("make plan FAULT=sel_backward_deadlock ARGS='-k sel'", "lock_deadlock", code=2),
@@ -112,7 +120,9 @@ def test_commands_in_prose_are_there() -> None:
             if program == "make":
                 assert word in targets, f"{page.name}: {command}"
             elif program == "pytest-nsa":
-                assert word in ("", "watch", "diagnose", "report", "clean", "compare"), f"{page.name}: {command}"
+                assert word in ("", "watch", "diagnose", "report", "clean", "compare", "explain"), (
+                    f"{page.name}: {command}"
+                )
             elif word == "-m":
                 module = rest.split()[1].replace(".", "/")
                 assert (ROOT / f"{module}.py").exists() or (ROOT / module).is_dir(), f"{page.name}: {command}"
