@@ -77,7 +77,7 @@ def host_plugins(config: pytest.Config) -> list[HostPlugin]:
     found = []
     for _, plugin in loaded:
         origin = origins[id(plugin)]
-        if origin in _OURS or names[origin] & in_ranks:
+        if origin.partition(".")[0] in _OURS or names[origin] & in_ranks:
             continue
         hooks = dict(_implemented(config, plugin))
         is_named = bool(names[origin] & on_host) or origin in _BY_OUTCOMES
