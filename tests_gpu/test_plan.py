@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa import rank_env
 from pytest_nsa.fixtures import Group
 from pytest_nsa.marks import LayerRange
 from tests_cpu.plan.running import bisected, run
@@ -21,6 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("row", rows(size_of(metafunc.config)))
 
 
+@rank_env(TORCH_FR_BUFFER_SIZE="2000")  # a rank that stalls leaves a dump of torch's flight recorder
 def test_scenario(
     row: Scenario,
     group: Group,
