@@ -71,7 +71,7 @@ def finding_of_messages(evidence: Evidence, entered: Calls, among: Collection[in
     blames_waiter = found.candidate.edit is not Edit.UNANSWERED
     victims = {rank: c for rank, c in pending.items() if rank not in ranks} or pending
     reason = f"receives and sends do not pair: {each_call(pending if blames_waiter else victims, n)}"
-    if found.candidate.is_for_all:
+    if found.candidate.is_for_all and len(ranks) > 1:
         reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the matching call first"
     elif blames_waiter:
         reason += f"; no call matches that of {describe_ranks(ranks, n)}"

@@ -86,10 +86,8 @@ def _diverged(evidence: Evidence, alone: Mapping[int, _Model], members: tuple[in
             if len(grouped(values, TOLERANCE)) > 1:
                 shown = ", ".join(f"rank {rank}: {value:.6g}" for rank, value in values.items() if value is not None)
                 line = _reduced_at(evidence, members, ranks)
-                reason = (
-                    f"{describe_ranks(ranks, world_size)} began with equal models and nothing reduces them: from step "
-                )
-                reason += f"{records[0]['step']} on {name} differs (L2 norms: {shown}); "
+                reason = f"{describe_ranks(ranks, world_size)} began with equal models and nothing reduces them; "
+                reason += f"from step {records[0]['step']} on {name} differs; L2 norms: {shown}; "
                 reason += f"{describe_ranks(members, world_size)} reduce theirs{f', at {line}' if line else ''}"
                 return Finding(
                     cause="silent_divergence", ranks=ranks, where=line or alone[ranks[0]].site, reason=reason, certain=True,
