@@ -118,7 +118,8 @@ EVENTS: dict[str, dict[str, Check]] = {
     "told": {"of": _int, "kind": is_text, "file": is_text, "says": is_text},
     "process": {
         "rank": _int, "state": is_text, "rss_mib?": is_number,
-        "cpu_share": is_number, "main_cpu_share?": is_number, "main_cpu_s?": is_number,
+        "cpu_share": is_number, "main_cpu_share?": is_number, "main_cpu_s?": is_number, "kernel_share?": is_number,
+        "faults_per_s?": is_number,
         "below_cpu_share?": is_number,
         "written_per_s?": is_number, "gil_wait_ms?": is_number,
         "unread_bytes?": is_number, "unsent_bytes?": is_number, "sockets?": is_number, "wchan": is_text,

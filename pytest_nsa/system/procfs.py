@@ -22,15 +22,17 @@ LEVELS = 3  # of descendants that are looked at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """A look at a process: state letter, wait channel, CPU seconds (also of its main thread and of its descendants),
-    bytes written to files and pipes, the commands of its children, how children ended that it has
+    """A look at a process: state letter, wait channel, CPU seconds (also of its main thread, in the kernel, and of its
+    descendants), page faults, bytes written to files and pipes, the commands of its children, how children ended that it has
     not waited for, and its program if that is neither this process's nor a Python.
     """
 
     state: str
     cpu_s: float
     main_cpu_s: float
+    kernel_s: float
     below_cpu_s: float
+    faults: int
     written: int
     wchan: str
     children: tuple[str, ...]
@@ -52,7 +54,9 @@ def look_at(pid: int) -> ProcessState | None:
         state=fields[0],
         cpu_s=user + kernel,
         main_cpu_s=sum(_cpu_seconds(stat_of(f"{pid}/task/{pid}"))),
+        kernel_s=kernel,
         below_cpu_s=_cpu_seconds_of(children),
+        faults=int(fields[7]),
         written=io_of(proc).get("wchar", 0),
         wchan=text_of(proc / "wchan").strip(),
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
@@ -168,6 +172,9 @@ def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dic
     facts["main_cpu_share"] = round((after.main_cpu_s - before.main_cpu_s) / elapsed, 3)
     facts["below_cpu_share"] = round(max(0.0, after.below_cpu_s - before.below_cpu_s) / elapsed, 3)
     facts["written_per_s"] = round((after.written - before.written) / elapsed, 1)
+    # A share of its CPU time.
+    facts["kernel_share"] = round((after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3)
+    facts["faults_per_s"] = round((after.faults - before.faults) / elapsed, 1)
     return facts
 
 

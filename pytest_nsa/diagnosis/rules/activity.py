@@ -25,6 +25,8 @@ from pytest_nsa.evidence.waiting import (
     takes_a_lock,
 )
 
+FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
+IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
 MOVES = 0.2  # share of the heartbeat's samples in which the main thread had moved
 IDLE = 0.01  # of a core
 GIL_WAIT_STARVED_MS = 4.5
@@ -238,6 +240,12 @@ def _computing_activity(rank: RankEvidence) -> Activity:
     looks, moves = n.get("still_looks", 0.0), n.get("still_moves", 0.0)
     # A thread that stays at one instruction runs no Python.
     in_python = moves > MOVES * looks or (fights and not (looks >= STILL_LOOKS and moves <= 1))
+    # A loop that polls the kernel is sampled at the same instruction each time: where it releases the GIL.
+    in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
+    if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
+        return Activity(
+            "infinite_loop", "polls without a pause for something that does not arrive", 0.8, line_of_its_loop(rank)
+        )
     if (
         stack is not None
         and frame is not None
