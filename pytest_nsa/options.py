@@ -53,6 +53,10 @@ def add_options(parser: pytest.Parser) -> None:
         "ranks_rerun)",
     )  # fmt: skip
     group.addoption(
+        "--ranks-verbose", dest="nsa_verbose", action="store_true",
+        help="Show with a failure all its statements, and the terms that chose its explanation, with their weights",
+    )  # fmt: skip
+    group.addoption(
         "--ranks-bisect-gc", dest="nsa_bisect_gc", action="store_true",
         help="Run a failed test that takes the fixture gc_range again on halves of its layers, and name the layer",
     )  # fmt: skip

@@ -92,9 +92,15 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     return [visible(line) for line in (*out[: MOST_LINES - len(last)], *last)]
 
 
-def failure(verdict: Verdict, evidence: Evidence) -> str:
-    """Return what the test's report shows: the verdict, then each different failure of the ranks once."""
+def failure(verdict: Verdict, evidence: Evidence, *, verbose: bool = False) -> str:
+    """Return what the test's report shows: the verdict, then each different failure of the ranks once.
+
+    ``verbose``: with all statements, and the terms that chose the explanation.
+    """
     parts = ["\n".join(lines(verdict, evidence)), *failures_of_ranks(verdict, evidence)]
+    if verbose:
+        terms = [f"  {weight:+.1f}  {text}" for text, weight in verdict.terms.items()]
+        parts += ["\n".join(["--- all statements ---", *verdict.because, *terms])] if verdict.because or terms else []
     notes = {note for rank in evidence.ranks for note in rank.notes}
     if evidence.job.hash_seeds:
         notes.add(

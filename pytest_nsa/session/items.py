@@ -67,13 +67,13 @@ class RankFailure(Exception):
         raise AttributeError(f"a failure of ranks has no attribute {name!r}")
 
 
-def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool) -> RankFailure:
+def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool, verbose: bool = False) -> RankFailure:
     """Return the failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...).
 
     With ``shown`` it is a BdbQuit too: --pdb has attached to the rank, and pytest shall not show the host's frames.
     """
     bases: tuple[type[BaseException], ...] = (RankFailure, bdb.BdbQuit) if shown else (RankFailure,)
-    report = terminal.failure(verdict, evidence)
+    report = terminal.failure(verdict, evidence, verbose=verbose)
     raised = next((e for r in evidence.ranks if r.rank in verdict.ranks for e in r.exceptions), None)
     kind = getattr(sys.modules.get(raised.module), raised.type, None) if raised is not None else None
     ends_session = (KeyboardInterrupt, pytest.exit.Exception)
@@ -138,9 +138,12 @@ class Ranked(pytest.Function):
         verdict = self._compare_with_marks(verdict, found)
         shown = self.config.getoption("usepdb", False)
         if found.teardown:
-            self.stash[teardown_key] = (rank_failure(verdict, evidence, shown=shown), found.teardown)
+            self.stash[teardown_key] = (
+                rank_failure(verdict, evidence, shown=shown, verbose=self.config.getoption("nsa_verbose")),
+                found.teardown,
+            )
         if found.body:
-            failure = rank_failure(verdict, evidence, shown=shown)
+            failure = rank_failure(verdict, evidence, shown=shown, verbose=self.config.getoption("nsa_verbose"))
             failure.in_setup = phases.is_in_setup(found, verdict)
             self._expect(found.body)
             del evidence, found  # the traceback keeps this frame

@@ -38,7 +38,7 @@ def on_github(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_side_has_a_label_at_its_line(pytester: pytest.Pytester, on_github: None) -> None:
-    result = run_example(pytester, HANGS)
+    result = run_example(pytester, HANGS, "--ranks-verbose")
     lines = (pytester.path / "test_example.py").read_text().splitlines()
     verdict = result.verdicts["test_skips"]
     found = {(lines[label.line - 1].strip(), label.ranks, label.text) for label in verdict.labels}
@@ -46,6 +46,7 @@ def test_each_side_has_a_label_at_its_line(pytester: pytest.Pytester, on_github:
     assert ("dist.all_reduce(x)", (0, 2), "waits here: allreduce #4 (float32 x 5)") in found
     assert len(verdict.reason.split()) <= 15
     assert verdict.because
+    assert set(verdict.because) <= set(result.stdout.splitlines())
     frame = [line for line in result.stdout.splitlines() if " | " in line and "<- " in line]
     assert any(
         re.fullmatch(r" +\d+ \| dist\.barrier\(\) +<- rank 1 waits here: barrier #4, step = 3", line) for line in frame
