@@ -11,7 +11,7 @@ from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.terminal import counters_text, number_ranks, short_place
 
 MOST_BRANCHES = 5  # of a frame; the others, with the fewest ranks, share one line
-FOREIGN = 3  # frames of libraries in a row that are shown; more are folded
+FOREIGN = 1  # frames of libraries in a row that are shown; more are folded
 
 
 @dataclass
