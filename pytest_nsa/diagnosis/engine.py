@@ -114,6 +114,7 @@ RULES: tuple[Rule, ...] = (
     speed.straggler,
     speed.slow,
     keys.unset,
+    stalls.late,
     stalls.blocked,
     stalls.in_transit,
     absence.not_entered,

@@ -155,6 +155,8 @@ def of_folders(run: Path, draw: random.Random) -> None:
             (run / "planted").symlink_to(outside(run))
         case 4:
             for name in ("SUMMARY.md", "report.html", "verdicts.jsonl"):
+                if (run / name).is_dir() and not (run / name).is_symlink():  # an earlier damage made it one
+                    shutil.rmtree(run / name)
                 (run / name).unlink(missing_ok=True)
                 (run / name).symlink_to(outside(run) / "secret")
 

@@ -155,4 +155,4 @@ def test_reduces(group):
     verdict = result.verdicts["test_reduces"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "transport_stuck", (0, 1))
     assert "test_example.py:14" in verdict.where
-    assert "bytes unsent" in verdict.reason
+    assert "bytes unsent" in verdict.explanation

@@ -8,7 +8,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, doing
 from pytest_nsa.diagnosis.rules.exits import have_own_errors
@@ -36,8 +36,9 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         return None
     if any(c.note.endswith(CUT) for c in making.values()):
         return None  # its members are unknown
-    if any(world_of(c.group) for c in making.values()):
-        return None  # of another world: some of its members are no ranks of the job
+    elsewhere = {rank: c for rank, c in making.items() if world_of(c.group)}
+    if elsewhere:
+        return _group_of_another_world(evidence, elsewhere)
     n = evidence.job.world_size
     if all(len(members_of_new(c, n)) == n for c in making.values()) and any(r.rank not in making for r in alive):
         return None  # for a group of all ranks: no rank refuses it by waiting in another collective
@@ -71,6 +72,25 @@ def _finding(
         advice="let every rank create every group, its members or not, in the same order: torch numbers groups in that order",
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _group_of_another_world(evidence: Evidence, making: Mapping[int, Collective]) -> Finding | None:
+    """Find that a rank waits in the creation of a group of another world, which not all of its members have entered.
+
+    Which members are missing is unknown: they may be processes that are no ranks of the job.
+    """
+    came = Counter(c.place for r in evidence.ranks for c in r.collectives if c.op == NEW_GROUP)
+    short = {rank: c for rank, c in making.items() if came[c.place] < c.size}
+    if not short:
+        return None
+    call = short[min(short)]
+    ranks = tuple(sorted(r for r, c in short.items() if c.place == call.place))
+    text = f"waits in the creation of group {call.note}, to which {came[call.place]} of {call.size} have come"
+    finding = _finding(
+        evidence, "init_timeout", ranks, call.site, stated(ranks, text, evidence.job.world_size), certain=False
+    )
+    advice = "let every process of the group create it, with the same store, name and size"
+    return replace(finding, confidence=0.7, advice=advice)
 
 
 def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> Difference | None:

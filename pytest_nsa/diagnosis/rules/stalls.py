@@ -17,13 +17,14 @@ from pytest_nsa.diagnosis.facts import (
     signal_text,
 )
 from pytest_nsa.diagnosis.rules.activity import Activity, activity_of, computes_aside, is_silent
-from pytest_nsa.diagnosis.rules.exits import deaths
+from pytest_nsa.diagnosis.rules.exits import deaths, gave_up
 from pytest_nsa.diagnosis.rules.messages import is_paired
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, stated
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.diagnosis.words import polled
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 LONG_S = 5.0  # of a stall: native code that aborts does so sooner
+AT_WORK = ("infinite_loop", "native_busy", "slow", "compiling")  # causes of ranks that compute
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 
 
@@ -89,6 +90,22 @@ def _cannot_leave_its_call(evidence: Evidence, rank: RankEvidence) -> bool:
         return False
     has_ended = any(c.left > 0 for r in evidence.ranks if r is not rank for c in r.collectives if c.place == call.place)
     return computes_aside(rank) or (call.peer == -1 and has_ended)
+
+
+def late(evidence: Evidence) -> Finding | None:
+    """Find a rank at work for which others waited until their time limit: that it never ends was not observed."""
+    found = gave_up(evidence)
+    if found is None:
+        return None
+    ranks = [evidence.ranks[r] for r in found.ranks]
+    activities = [activity_of(rank) for rank in ranks if not rank.finished]
+    if len(activities) < len(ranks) or any(a is None or a.cause not in AT_WORK for a in activities):
+        return None
+    who = describe_ranks(found.ranks, evidence.job.world_size)
+    return replace(
+        found, reason=f"{found.reason}; {who} {'was' if len(ranks) == 1 else 'were'} at work at {found.where}",
+        facts=(*found.facts, *all_facts(tuple(ranks))),
+    )  # fmt: skip
 
 
 def aborted(evidence: Evidence) -> Finding | None:
