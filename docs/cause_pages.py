@@ -13,7 +13,6 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,14 +101,12 @@ def verdict(archive: str, test: str) -> str:
     with unpacked(archive, test) as folder:
         evidence = load(folder)
         found = diagnose(evidence)
-        if divergence := faults(archive)[test].divergence:
-            found = with_divergence(found, FirstDivergence.from_json(divergence), is_same=True)
-            found = replace(
-                found,
-                first_divergence=json.loads(_with_rank(json.dumps(found.first_divergence), faults(archive)[test])),
-            )
+        row = faults(archive)[test]
+        if row.divergence:
+            found = with_divergence(found, FirstDivergence.from_json(row.divergence), is_same=True)
         printed = [line for line in terminal.lines(found, evidence) if not line.startswith(("  do ", "  evidence "))]
-    return "\n".join(map(_without_figures, printed))
+    text = "\n".join(map(_without_figures, printed))
+    return _with_rank(text, row) if row.divergence else text
 
 
 def _without_figures(line: str) -> str:

@@ -355,6 +355,11 @@ def child_environment(**extra: str) -> dict[str, str]:
     return {**mine, **extra}
 
 
+def is_on_github() -> bool:
+    """Return whether a workflow of GitHub Actions runs this process."""
+    return os.environ.get("GITHUB_ACTIONS") == "true"
+
+
 def step_summary() -> Path | None:
     """Return the file whose text GitHub shows with a CI step; None elsewhere."""
     name = os.environ.get("GITHUB_STEP_SUMMARY")

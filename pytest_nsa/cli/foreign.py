@@ -28,7 +28,7 @@ def diagnose_foreign(paths: Sequence[Path], *, as_json: bool, sources: bool) -> 
     if as_json:
         print(json.dumps(verdict.to_json()))
     else:
-        print("\n".join(line for line in lines(verdict, evidence) if not line.startswith(("  stalled", "  evidence"))))
-        more = missing_for_more(job)
-        print(*([f"  lacks    {more}"] if more else []), sep="\n")
+        print("\n".join(line for line in lines(verdict, evidence) if not line.startswith("  evidence")))
+        if more := missing_for_more(job):
+            print(f"  lacks    {more}")
     return int(verdict.failed)

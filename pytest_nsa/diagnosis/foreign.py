@@ -6,11 +6,12 @@ nothing: a verdict by them is never certain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_nsa.diagnosis.engine import diagnose, first_finding
+from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.facts import found_on, last_seen
 from pytest_nsa.diagnosis.rules import absence, calls, messages, stalls
 from pytest_nsa.diagnosis.rules.activity import activity_of
@@ -31,22 +32,15 @@ def judge(job: ForeignJob, name: str, *, sources: bool = False) -> tuple[Verdict
 
     ``sources``: read the Python files of this machine that frames name.
     """
-    evidence = evidence_of(job, name)
+    evidence = build_evidence(job, name)
     if sources:
         evidence = _with_sources(evidence)
-    rules = [_as_rule(job, rule) for rule in (_raised, _died)]
-    rules += [_as_rule(job, rule) for rule in (_different_calls, _stated, _absent, _behind)]
-    rules += [
-        calls.waiting_in_different_calls,
-        messages.unpaired,
-        stalls.blocked,
-        absence.not_entered,
-        stalls.in_transit,
-    ]
-    found, _ = first_finding(rules, evidence)
-    if found is None:
-        return diagnose(evidence, (_unknown,)), evidence
-    return diagnose(evidence, (lambda _: found,)), evidence
+    raised, died, stated, absent, behind = (_as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind))
+    rules = (
+        raised, died, calls.departed, stated, absent, behind, calls.waiting_in_different_calls, messages.unpaired,
+        stalls.blocked, absence.not_entered, stalls.in_transit, _unknown,
+    )  # fmt: skip
+    return diagnose(evidence, rules), evidence
 
 
 def _with_sources(evidence: Evidence) -> Evidence:
@@ -80,16 +74,11 @@ def _raised(job: ForeignJob, evidence: Evidence) -> Finding | None:
 
 def _died(job: ForeignJob, evidence: Evidence) -> Finding | None:
     """Find the ranks that a signal ended, other than SIGTERM, by which a launcher ends the others."""
-    dead = [evidence.ranks[r] for r, v in sorted(job.ranks.items()) if v.signal and v.signal != 15]
+    dead = [evidence.ranks[r] for r, v in sorted(job.ranks.items()) if v.signal and v.signal != signal.SIGTERM]
     if not dead:
         return None
     names = ", ".join(f"rank {r.rank} was ended by signal {r.signal}" for r in dead)
     return found_on(evidence, "rank_died", dead, names, 0.9, certain=len(dead) == 1)
-
-
-def _different_calls(job: ForeignJob, evidence: Evidence) -> Finding | None:
-    """Find calls of one number that differ in operation or size."""
-    return calls.departed(evidence)
 
 
 def _stated(job: ForeignJob, evidence: Evidence) -> Finding | None:
@@ -114,7 +103,8 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     idle = [
         r for r in range(len(evidence.ranks)) if r not in waited and not (r in job.ranks and job.ranks[r].has_pending)
     ]
-    needed = [r for r in idle if any(r in _members(job, c.group) for calls_of in waited.values() for c in calls_of)]
+    in_waits = {c.group: evidence.members(c.group) for calls_of in waited.values() for c in calls_of}
+    needed = [r for r in idle if any(r in members for members in in_waits.values())]
     if not waited or not needed:
         return None
     if len(needed) > len(waited):
@@ -124,7 +114,7 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
         reason = f"{who} entered {call.op} #{call.number}, which others ended without"
         return found_on(evidence, "extra_collective", ranks, reason, 0.6, where=_where(call) or last_seen(ranks[0]))
     missed = min(
-        (c for calls_of in waited.values() for c in calls_of if needed[0] in _members(job, c.group)),
+        (c for calls_of in waited.values() for c in calls_of if needed[0] in in_waits[c.group]),
         key=lambda c: c.peer != -1,
     )
     without = [r for r in needed if r not in job.ranks or not job.ranks[r].has_dump]
@@ -192,20 +182,23 @@ def _members(job: ForeignJob, group: str) -> tuple[int, ...]:
     return tuple(range(job.size)) if group == "0" or group.startswith("of ") else tuple(sorted(called))
 
 
-def evidence_of(job: ForeignJob, name: str) -> Evidence:
+def build_evidence(job: ForeignJob, name: str) -> Evidence:
     """Return the values that the diagnosis takes: stalled ranks with the calls of their dumps."""
     n = job.size
-    groups = {g: _members(job, g) for v in job.ranks.values() for g in (*v.counts, *(c.group for c in v.calls))}
+    names = {g for v in job.ranks.values() for g in (*v.counts, *(c.group for c in v.calls))}
+    groups = {name: _members(job, name) for name in names}
     ranks = tuple(_rank(r, job.ranks.get(r, ForeignRank()), groups) for r in range(n))
     return Evidence(
-        job=Job(nodeid=name, folder=name, world_size=n, backend=job.backend), ranks=ranks, stop="hang_after", stalled_s=1.0,
+        job=Job(nodeid=name, folder=name, world_size=n, backend=job.backend), ranks=ranks, stop="hang_after", stalled_s=0.0,
         moved_at_stop=False, duration_s=0.0, started=0.0, stop_time=0.0, waits_s=0.0, refused="", lost="", folder=Path(name),
         sources=Sources(),
     )  # fmt: skip
 
 
 def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]]) -> RankEvidence:
-    ring = tuple(_collective(i, c, values, len(groups.get(c.group, ()))) for i, c in enumerate(_in_order(values.calls)))
+    pending = set(values.pending)
+    in_order = sorted(values.calls, key=lambda call: (call.created, call.number))
+    ring = tuple(_collective(i, c, is_done=c not in pending, size=len(groups[c.group])) for i, c in enumerate(in_order))
     board = BoardSnapshot(
         numbers={"step": 0.0, "gradients": 0.0, "gradients_expected": 0.0}, phase="", module="", parameter="", line="",
         phase_line="", nodes_module="", key="", path=(), arrived=b"", decode_ring=lambda: ring,
@@ -228,12 +221,7 @@ def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]]) 
     )  # fmt: skip
 
 
-def _in_order(calls_of: Iterable[ForeignCall]) -> list[ForeignCall]:
-    return sorted(calls_of, key=lambda c: (c.created, c.number))
-
-
-def _collective(index: int, call: ForeignCall, values: ForeignRank, size: int) -> Collective:
-    is_done = call not in values.pending
+def _collective(index: int, call: ForeignCall, *, is_done: bool, size: int) -> Collective:
     return Collective(
         index=index, op=call.op, group=call.group, sequence=call.number, dtype=call.dtype, count=call.count, site=_where(call),
         step=0, phase="", peer=call.peer, size=size, entered=call.created or float(index + 1), left=1.0 if is_done else 0.0,

@@ -28,16 +28,7 @@ def read_job(paths: Iterable[Path]) -> ForeignJob:
     for path in _files(paths):
         try:
             counts.update(_read(job, path, versions))
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
             job.unread.append(f"{path}: {str(error)[:200] or type(error).__name__}")
     for kind, number in sorted(counts.items()):
         noun = kind if number == 1 else _plural(kind)

@@ -10,7 +10,6 @@ from pytest_nsa.foreign.values import Statement
 _MISSING = re.compile(r"missing ranks: \{(?P<ranks>[\d, ]+)\}|Missing ranks are \{?(?P<others>[\d, ]+)\}?")
 _CULPRITS = re.compile(r"Culprit rank (?P<rank>\d+); (?P<what>[^,\n]+)")
 _COLLECTIVE = re.compile(r"collective: (?P<name>\S+)")
-_NUMBER = re.compile(r"collective (?:sequence number|seq_id)?:? ?(?P<number>\d+)")
 _FRAME = re.compile(r"(?P<function>\S+) at (?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _WORLD = re.compile(r"(?:world size: |\()(\d{1,5})(?: ranks\))?")
 _LAUNCHED = re.compile(r"(?P<many>\d+) ranks? (?:has|have) launched up to operation (?P<number>\d+)")

@@ -8,7 +8,6 @@ from pytest_nsa.evidence.stacks import Frame
 
 MOST_RANKS = 1 << 16
 MOST_CALLS = 1 << 16  # of a rank; the newest are kept
-STATES = ("scheduled", "started", "completed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.calls import call_tables
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.divergence import divergence_table
-from pytest_nsa.report.frame import frame_of
+from pytest_nsa.report.frame import build_frame, read_code
 from pytest_nsa.report.lanes import axis_of, lanes
 from pytest_nsa.report.last_green import Green, compared
 from pytest_nsa.report.markup import Markup, row, table, tag
@@ -93,7 +93,7 @@ def _copy(text: str) -> Markup:
 
 def frame_figure(v: Verdict, evidence: Evidence) -> Markup | None:
     """Return the lines that the verdict's labels name with their notes below them; None where ranks only raised."""
-    lines = frame_of(v, evidence)
+    lines = build_frame(v)
     if not lines:
         return None
     parts: list[Markup] = []
@@ -103,19 +103,20 @@ def frame_figure(v: Verdict, evidence: Evidence) -> Markup | None:
             parts.append(tag("figcaption", short_place(of.file), _copy(f"{of.file}:{of.line}")))
         elif of.line:
             between = range(last + 1, of.line)
-            texts = [(n, _text(evidence, of.file, n)) for n in between] if len(between) <= CONTEXT else []
+            texts = [(n, read_code(evidence, of.file, n)) for n in between] if len(between) <= CONTEXT else []
             parts += [tag("span", f"{n:>5}  {text}", class_="line") for n, text in texts]
             parts += [tag("span", "    ⋮", class_="line")] if len(between) > CONTEXT else []
         file, last = (of.file, of.line) if of.line else (file, last)
         if of.line:
-            parts.append(tag("span", f"{of.line:>5}  {of.code}", class_="line here" if of.is_blamed else "line"))
+            parts.append(
+                tag(
+                    "span",
+                    f"{of.line:>5}  {read_code(evidence, of.file, of.line)}",
+                    class_="line here" if of.is_blamed else "line",
+                )
+            )
         parts += [tag("span", f"← {note}", class_="note") for note in of.notes]
     return tag("figure", tag("div", *parts, class_="source", tabindex=0), class_="excerpt")
-
-
-def _text(evidence: Evidence, file: str, line: int) -> str:
-    root = evidence.job.root.rstrip("/")
-    return evidence.sources.text(file, line) or evidence.sources.text(f"{root}/{file}", line)
 
 
 def source(evidence: Evidence, where: str) -> Markup | None:

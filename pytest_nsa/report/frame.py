@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.labels import RAISES
@@ -16,52 +16,58 @@ _GAP = 2
 
 
 @dataclass(frozen=True, slots=True)
-class FrameLine:
-    """A line of source and what ranks did there; ``line`` 0 where the ranks have no line. ``is_blamed``: the verdict's line."""
+class LabelledLine:
+    """A line and what ranks did there; ``line`` 0 where the ranks have no line. ``is_blamed``: the verdict's line."""
 
     file: str
     line: int
-    code: str
     notes: tuple[str, ...]
     is_blamed: bool
 
 
-def frame_of(verdict: Verdict, evidence: Evidence) -> list[FrameLine]:
+def list_lines(verdict: Verdict, labels: Sequence[Label]) -> list[LabelledLine]:
+    """Return the lines of some labels of a verdict, each once."""
+    notes: dict[tuple[str, int], list[str]] = {}
+    for label in labels:
+        text = stated(label.ranks, label.text, verdict.world_size).rstrip()
+        notes.setdefault((label.file if label.line else "", label.line), []).append(text)
+    return [
+        LabelledLine(file, line, tuple(texts), bool(line) and verdict.where.startswith(f"{file}:{line} "))
+        for (file, line), texts in notes.items()
+    ]
+
+
+def build_frame(verdict: Verdict) -> list[LabelledLine]:
     """Return the lines that the verdict's labels name: those of the verdict's file first, in the order of the source.
 
     [] where ranks only raised: pytest shows that by its traceback.
     """
     if all(label.text.startswith(RAISES) or not label.line for label in verdict.labels):
         return []
-    lines: dict[tuple[str, int], list[Label]] = {}
-    for label in verdict.labels[:MOST_LABELS]:
-        lines.setdefault((label.file if label.line else "", label.line), []).append(label)
-    own = verdict.where.rpartition(":")[0]
-    ordered = sorted(lines.items(), key=lambda entry: (not entry[0][1], entry[0][0] != own, entry[0]))
-    return [
-        FrameLine(
-            file=file,
-            line=line,
-            code=_code(evidence, file, line),
-            notes=tuple(stated(label.ranks, label.text, verdict.world_size).rstrip() for label in labels),
-            is_blamed=bool(line) and verdict.where.startswith(f"{file}:{line} "),
-        )
-        for (file, line), labels in ordered
-    ]
+    own = file_of(verdict)
+    lines = list_lines(verdict, verdict.labels[:MOST_LABELS])
+    return sorted(lines, key=lambda of: (not of.line, of.file != own, of.file, of.line))
 
 
-def _code(evidence: Evidence, file: str, line: int) -> str:
+def file_of(verdict: Verdict) -> str:
+    """Return the file of the verdict's line; '' without one."""
+    return verdict.where.rpartition(":")[0]
+
+
+def read_code(evidence: Evidence, file: str, line: int) -> str:
+    """Return a line of source, '' where it is not kept. A verdict's path is relative to the tests' root."""
     root = evidence.job.root.rstrip("/")
     return evidence.sources.text(file, line) or evidence.sources.text(f"{root}/{file}", line) if line else ""
 
 
-def frame_text(lines: list[FrameLine], file: str) -> Iterator[str]:
+def frame_text(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
     """Yield the frame for a terminal: 'LINE | code   <- note'. The code of a file has its common indentation removed.
 
-    Further notes on a line, and ranks without a line, have a line each. Lines of ``file`` come without its name.
+    Further notes on a line, and ranks without a line, have a line each. Lines of the verdict's file come without its name.
     """
+    lines, file = build_frame(verdict), file_of(verdict)
     width = max((len(str(of.line)) for of in lines if of.line), default=1)
-    codes = _dedented(lines)
+    codes = _dedented(lines, evidence)
     column = min(max(map(len, codes), default=0), CODE) + _GAP
     for of, code in zip(lines, codes, strict=True):
         if of.line and of.file != file:
@@ -74,10 +80,10 @@ def frame_text(lines: list[FrameLine], file: str) -> Iterator[str]:
             yield f"  {mark} {number if i == 0 else '':>{width}} | {shown:<{column}}<- {note}"
 
 
-def _dedented(lines: list[FrameLine]) -> list[str]:
+def _dedented(lines: list[LabelledLine], evidence: Evidence) -> list[str]:
     found: dict[int, str] = {}
     for file in {of.file for of in lines}:
         of_file = [i for i, of in enumerate(lines) if of.file == file]
-        codes = textwrap.dedent("\n".join(lines[i].code for i in of_file)).split("\n")
+        codes = textwrap.dedent("\n".join(read_code(evidence, file, lines[i].line) for i in of_file)).split("\n")
         found |= dict(zip(of_file, codes, strict=True))
     return [found[i] for i in range(len(lines))]

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-from pytest_nsa.diagnosis.verdict import Verdict, stated
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.report.frame import list_lines
 from pytest_nsa.report.plain import visible
 
 MOST = 10  # errors and notices of a step that GitHub shows
 
 
-def are_wanted() -> bool:
-    """Return whether a workflow of GitHub Actions runs this process."""
-    return os.environ.get("GITHUB_ACTIONS") == "true"
-
-
 def annotate(verdict: Verdict, name: str) -> Iterator[str]:
     """Yield a command per line that the verdict's labels name: an error at the line that is blamed, else a notice."""
-    lines: dict[tuple[str, int], list[str]] = {}
-    for label in verdict.labels:
-        if label.line:
-            lines.setdefault((label.file, label.line), []).append(stated(label.ranks, label.text, verdict.world_size))
-    for (file, line), texts in list(lines.items())[:MOST]:
-        is_blamed = verdict.where.startswith(f"{file}:{line} ")
-        title = f"{verdict.outcome}: {verdict.cause}, {verdict.culprits()} ({name})"
-        level, text = ("error", [f"{verdict.reason}", *texts]) if is_blamed else ("notice", texts)
-        yield f"::{level} file={_property(file)},line={line},title={_property(title)}::{_data('; '.join(texts and text))}"
+    title = _property(f"{verdict.outcome}: {verdict.cause}, {verdict.culprits()} ({name})")
+    for of in [of for of in list_lines(verdict, verdict.labels) if of.line][:MOST]:
+        level, texts = ("error", (verdict.reason, *of.notes)) if of.is_blamed else ("notice", of.notes)
+        yield f"::{level} file={_property(of.file)},line={of.line},title={title}::{_data('; '.join(texts))}"
 
 
 def _data(text: str) -> str:

@@ -70,10 +70,10 @@ def _sure(verdict: Verdict) -> str:
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     """Return the verdict in at most `MOST_LINES` lines: the culprit, the frame of source, why, and what to do."""
     from pytest_nsa.report.divergence import describe_causes  # not before a failure: sessions that pass do without
-    from pytest_nsa.report.frame import frame_of, frame_text
+    from pytest_nsa.report.frame import frame_text
 
     out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
-    out += map(short_place, frame_text(frame_of(verdict, evidence), verdict.where.rpartition(":")[0]))
+    out += map(short_place, frame_text(verdict, evidence))
     out += map(short_place, describe_causes(verdict))
     out += (f"  again    {short_place(fact.text)}" for fact in verdict.evidence if fact.kind == SECOND_RUN)
     out += (f"  because  {short_place(text)}" for text in verdict.because[:MOST_BECAUSE])

@@ -42,7 +42,7 @@ from pytest_nsa.session.reports.failure_text import HangLines, hang_line
 from pytest_nsa.session.reports.failures import Failures
 from pytest_nsa.session.resources import lacks_gpu
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, settings_key
+from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, is_on_github, settings_key
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import plain_nodeid
 from pytest_nsa.wire.protocols import LaunchError
@@ -261,7 +261,7 @@ class RankedSession:
                 terminalreporter.write_line(f"  {visible(entry.name)}: {headline(entry.verdict)}")
         for name in ("SUMMARY.md", "report.html"):
             terminalreporter.write_line(f"{name}: {short_path(folder.path / name)}")
-        for entry in failed if github.are_wanted() else ():
+        for entry in failed if is_on_github() else ():
             for line in github.annotate(entry.verdict, entry.name):
                 terminalreporter.write_line(line)
 

@@ -93,10 +93,8 @@ def _passed(
     found = compare(
         evidence.sources, position_of(rank, replace(ended(rank), site=error.where)), position_of(waiter, call), None
     )
-    if found.order in (Order.SAME, Order.UNKNOWN) and error.type == "AssertionError":
-        return (
-            _Passed.IN_SOME_ROUND if found.order is Order.SAME else _Passed.NO
-        )  # an assert evaluates its line's calls first
+    if found.order is Order.SAME and error.type == "AssertionError":
+        return _Passed.IN_SOME_ROUND  # an assert evaluates its line's calls first
     if found.order is not Order.AFTER or not found.parted:
         return _Passed.NO
     if _leaves_at(evidence.sources, found.parted[1].place, found.parted[0].line):
