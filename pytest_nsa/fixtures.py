@@ -81,7 +81,7 @@ def branch(request: pytest.FixtureRequest) -> str | None:
 def gc_range(request: pytest.FixtureRequest) -> LayerRange | None:
     """The layers of the mark gc_range('0:6'), as text with .start and .end; None without the mark.
 
-    In the first run of ``--ranks-bisect-gc`` it is empty: .start equals .end.
+    In the first run of ``--ranks-bisect gc_range`` it is empty: .start equals .end.
     """
     text = _value(request, "gc_range")
     return None if text is None else LayerRange(text, may_be_empty=True)

@@ -57,17 +57,9 @@ def add_options(parser: pytest.Parser) -> None:
         help="Show with a failure all its statements, and the terms that chose its explanation, with their weights",
     )  # fmt: skip
     group.addoption(
-        "--ranks-bisect-gc", dest="nsa_bisect_gc", action="store_true",
-        help="Run a failed test that takes the fixture gc_range again on halves of its layers, and name the layer",
-    )  # fmt: skip
-    group.addoption(
-        "--ranks-bisect-branch", dest="nsa_bisect_branch", action="store_true",
-        help="Run a failed test that takes the fixture branch again on each branch alone, and name the one that fails",
-    )  # fmt: skip
-    group.addoption(
-        "--ranks-bisect", dest="nsa_bisect", action="append", default=[], metavar="NAME=A,B,...",
-        help="Run a failed test again as it is, then with each of these values of its parameter NAME (or of the fixture branch or "
-        "gc_range), and name those with which it fails; may be given several times",
+        "--ranks-bisect", dest="nsa_bisect", action="append", default=[], metavar="NAME[=A,B,...]",
+        help="Run a failed test again with each of these values of its parameter NAME, and name those with which it fails. Without "
+        "values: branch tries each branch alone, gc_range halves of the layers",
     )  # fmt: skip
     group.addoption(
         "--ranks-bisect-env", dest="nsa_bisect_env", nargs="?", const="", metavar="NAME=VALUE,...",

@@ -242,12 +242,12 @@ def _bisect_env(config: pytest.Config) -> dict[str, str]:
 
 
 def _bisect(config: pytest.Config) -> dict[str, tuple[str, ...]]:
-    """Return the values that ``--ranks-bisect`` tries, by parameter. Raises UsageError."""
+    """Return the values that ``--ranks-bisect`` tries, by parameter; () for branches or layers. Raises UsageError."""
     found: dict[str, tuple[str, ...]] = {}
     for given in config.getoption("--ranks-bisect"):
         name, _, text = given.partition("=")
         values = tuple(value.strip() for value in text.split(",") if value.strip())
-        if not name.isidentifier() or not values:
+        if not name.isidentifier() or not (values or given in ("branch", "gc_range")):
             raise pytest.UsageError(
                 f"--ranks-bisect {given}: must be NAME=A,B,..., as in --ranks-bisect=branch=cmp,sel,win"
             )

@@ -1,7 +1,6 @@
-"""Options ``--ranks-bisect...``: run a failed test again on fewer layers, with other values, or with variables set.
+"""``--ranks-bisect`` and ``--ranks-bisect-env``: run a failed test again on fewer layers, with other values, or with variables.
 
-The first two serve tests that take the fixture `gc_range`, `branch` or a parameter, which is then the candidate; the third serves
-all.
+The first serves tests that take the named parameter, or the fixture `gc_range` or `branch`; the second serves all.
 """
 
 from __future__ import annotations
@@ -40,12 +39,13 @@ def bisect(item: pytest.Item, settings: Settings, needs: Needs, verdict: Verdict
     params = getattr(getattr(item, "callspec", None), "params", {})
     layers = params.get("gc_range") or marked.value(item, "gc_range")
     found = []
-    if item.config.getoption("--ranks-bisect-gc") and "gc_range" in fixtures and layers:
-        found.append(_Halves(LayerRange(layers), run, verdict).describe())
-    branches = {"branch": BRANCHES} if item.config.getoption("--ranks-bisect-branch") else {}
-    for name, values in {**branches, **settings.bisect}.items():
-        if name in params or (name in ("branch", "gc_range") and name in fixtures):
-            found.append(_values(name, values, run, verdict))
+    for name, values in settings.bisect.items():
+        if not (name in params or (name in ("branch", "gc_range") and name in fixtures)):
+            continue
+        if values or name == "branch":
+            found.append(_values(name, values or BRANCHES, run, verdict))
+        elif layers:
+            found.append(_Halves(LayerRange(layers), run, verdict).describe())
     if settings.bisect_env:
         found.append(_environment(settings.bisect_env, needs, run))
     return "; ".join(found)

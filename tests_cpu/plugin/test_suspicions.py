@@ -83,7 +83,7 @@ def test_together(group, gc_range):
 def test_branches(group, branch):
     assert branch not in (None, "sel")
 """
-    result = run_example(pytester, source, "--ranks-bisect-gc", "--ranks-bisect-branch")
+    result = run_example(pytester, source, "--ranks-bisect=gc_range", "--ranks-bisect=branch")
     assert result.outcomes == {"failed": 6}
     reasons = {name: verdict.reason for name, verdict in result.verdicts.items()}
     assert "bisect: layer 7 fails alone, as gc_range 7:8" in reasons["test_layers"]
