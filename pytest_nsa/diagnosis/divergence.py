@@ -18,6 +18,8 @@ from pytest_nsa.flow.reasons import LEFT
 # The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
 # who sends or sets it, part by right.
 BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
+UNKNOWN = "unknown"
+LIKELY = 0.8  # that the ranks which the second run shows are to blame, where no majority did otherwise
 
 
 def find_divergence(
@@ -98,8 +100,10 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
     labels = tuple(label for label in verdict.labels if label.text != CONDITION)
     changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *labels))
-    to_blame = found.exceptional or (verdict.ranks if verdict.ranks in found.outcomes.values() else ())
-    if not verdict.rule.startswith(BY_WEIGHTS) or not found.is_alone or not to_blame:
+    its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
+    to_blame = found.exceptional or found.raising or found.in_role or its_own
+    is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN
+    if not is_open or not found.is_alone or not to_blame:
         return changed
     is_known = is_same and bool(found.exceptional)
     return replace(
@@ -108,7 +112,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
         ranks=to_blame,
         where=found.where,
         certain=is_known,
-        confidence=1.0 if is_known else verdict.confidence,
+        confidence=1.0 if is_known else verdict.confidence if to_blame == verdict.ranks else LIKELY,
         reason=f"the ranks parted at `{found.statement}`",
         because=(),
         advice=_advice(found),
@@ -137,12 +141,16 @@ _OPPOSITE = {"skipped_collective": "extra_collective", "extra_collective": "skip
 
 def _cause(found: FirstDivergence, verdict: Verdict, to_blame: tuple[int, ...]) -> str:
     """Return the cause: what one side skipped, the other has made once more."""
-    if verdict.cause not in _OPPOSITE:
+    if to_blame == found.in_role:
+        return "extra_collective"
+    if verdict.cause not in (*_OPPOSITE, UNKNOWN):
         return verdict.cause
     if found.kind == "argument":
         return "collective_mismatch"
     if found.kind == "loop":
         return "skipped_collective" if found.outcomes.get(LEFT) == to_blame else "extra_collective"
+    if verdict.cause == UNKNOWN:
+        return "extra_collective" if to_blame == found.inside else "skipped_collective"
     return verdict.cause if to_blame == verdict.ranks else _OPPOSITE[verdict.cause]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_nsa.flow.align import COLLECTIVES, Pair, Parting
 from pytest_nsa.flow.read import Flow, Frame
-from pytest_nsa.flow.reasons import Step, differing, is_library, place, side, trace_back
+from pytest_nsa.flow.reasons import BY_RANK, RAISED, Step, differing, is_library, place, side, trace_back
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
@@ -24,7 +24,8 @@ class FirstDivergence:
 
     ``where`` is the user's line; ``within`` that of a library which it called, '' where the ranks parted in the user's code.
     ``outcomes`` has the ranks by what they did there; ``values`` the names that it reads and that differ, by rank;
-    ``because`` the lines that set these, backwards. ``is_alone``: ranks that did the same there part nowhere else.
+    ``because`` the lines that set these, backwards. ``is_alone``: ranks that did the same there part nowhere else. ``inside`` are
+    the ranks that begin calls in the statement, not behind it.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class FirstDivergence:
     because: tuple[Step, ...] = ()
     within: str = ""
     is_alone: bool = True
+    inside: tuple[int, ...] = ()
 
     @property
     def exceptional(self) -> tuple[int, ...]:
@@ -42,6 +44,19 @@ class FirstDivergence:
         most = max(map(len, self.outcomes.values()))
         rare = [ranks for ranks in self.outcomes.values() if len(ranks) < most]
         return tuple(sorted(itertools.chain.from_iterable(rare)))
+
+    @property
+    def raising(self) -> tuple[int, ...]:
+        """The ranks that raised what others did not."""
+        raised = [ranks for text, ranks in self.outcomes.items() if text.startswith(RAISED)]
+        return raised[0] if self.kind == "exception" and len(raised) == 1 < len(self.outcomes) else ()
+
+    @property
+    def in_role(self) -> tuple[int, ...]:
+        """The ranks that begin calls inside a statement that selects them by their number; () where it does not."""
+        is_by_rank = any(step.by_right == BY_RANK for step in self.because) and self.kind in ("branch", "callee")
+        is_part = len(self.inside) < sum(map(len, self.outcomes.values()))
+        return self.inside if is_by_rank and is_part else ()
 
     def below(self, root: str) -> FirstDivergence:
         """Return it with paths relative to a folder, '' for none, so that it reads the same on every machine."""
@@ -68,6 +83,7 @@ class FirstDivergence:
             because=tuple(Step(**{**step, "values": tuple(step["values"])}) for step in data["because"]),
             within=data["within"],
             is_alone=data["is_alone"],
+            inside=tuple(data.get("inside", ())),
         )
 
 
@@ -150,10 +166,13 @@ def _pairs(ranks: Sequence[int], stuck: Sequence[Sequence[int]]) -> Iterable[tup
 def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) -> FirstDivergence:
     outcomes: defaultdict[str, set[int]] = defaultdict(set)
     values: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    inside: set[int] = set()
     for parting, pair in here:
         ranks = pair.one.rank, pair.other.rank
         for which, rank in enumerate(ranks):
             outcomes[side(parting, which)].add(rank)
+            if pair.begins_inside(parting, which):
+                inside.add(rank)
         for name, texts in differing(parting, (pair.one, pair.other)).items():
             values[name].update(zip(ranks, texts, strict=True))
     # Ranks of one side that part at another statement, where neither is of the rarer outcome.
@@ -174,9 +193,12 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
         statement=read_source(shown.file).head(line),
         outcomes={name: tuple(sorted(ranks)) for name, ranks in sorted(outcomes.items())},
         values={name: dict(sorted(of.items())) for name, of in values.items()},
-        because=tuple(trace_back(parting, (pair.one, pair.other))),
+        because=tuple(
+            trace_back(parting, (pair.one, pair.other), _noted(replace(pair, notes_all=True, noted=[]))[:-1])
+        ),
         within=within,
         is_alone=not others,
+        inside=tuple(sorted(inside)),
     )
 
 

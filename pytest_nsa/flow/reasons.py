@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from pytest_nsa.flow.align import Parting
@@ -15,10 +16,12 @@ from pytest_nsa.flow.source import Statement, read_source
 
 MOST_STEPS = 4
 LEFT = "left the loop"
+RAISED = "raised "
+BY_RANK = "the rank"
 ARGUMENT = -1  # the index at which arguments are set
 # What may differ from rank to rank by right, by the names in a statement.
 _BY_RIGHT = {
-    "the rank": re.compile(r"(?i)rank|world_size"),
+    BY_RANK: re.compile(r"(?i)rank|world_size"),
     "random numbers": re.compile(r"(?i)\brand|random|shuffle|sample|seed"),
     "the clock": re.compile(r"\btime\b|monotonic|perf_counter|\bnow\b"),
 }
@@ -55,8 +58,11 @@ def differing(parting: Parting, flows: tuple[Flow, Flow]) -> dict[str, tuple[str
     return found
 
 
-def trace_back(parting: Parting, flows: tuple[Flow, Flow]) -> list[Step]:
-    """Return the values that differ at a statement, and the lines that set them, at most `MOST_STEPS` one behind the other."""
+def trace_back(parting: Parting, flows: tuple[Flow, Flow], before: Sequence[Parting] = ()) -> list[Step]:
+    """Return the values that differ at a statement, and the lines that set them, at most `MOST_STEPS` one behind the other.
+
+    ``before`` are the differences that changed no call. One of them explains a container that differs and that no line set.
+    """
     found: list[Step] = []
     seen: set[tuple[str, str, int]] = set()
     todo = [(parting.frames, parting.at, 0)]
@@ -75,24 +81,79 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow]) -> list[Step]:
                 continue
             seen.add(key)
             found.append(_step(name, mine, others))
+            is_known = mine.is_set and others.is_set and _is_one_line(mine, others)
+            earlier = None if is_known else next((p for p in reversed(before) if _touches(p, name)), None)
+            if earlier is not None:
+                frame = earlier.frames[0]
+                found[-1] = replace(
+                    found[-1], where=place(frame, earlier.line), statement=earlier.source.head(earlier.line)
+                )
+                todo.append((earlier.frames, earlier.at, depth + 1))
+                continue
             mine, others = _before_steps(mine, name), _before_steps(others, name)
             if mine.text != others.text and found[-1] != (begun := _step(name, mine, others)):
                 found.append(begun)
             following = _following(mine, others)
-            if following is not None and not found[-1].by_right:
-                todo.append((*following, depth + 1))
+            if following is None or found[-1].by_right:
+                continue
+            inside, at_next = following
+            if inside[0] not in (mine.frame, mine.frame.above) and _decides(
+                inside, at_next
+            ):  # a function that the line called
+                values = tuple(_Value(f.returned, f, k, is_set=True) for f, k in zip(inside, at_next, strict=True))
+                found.append(_step(f"{inside[0].name}()", *values))
+            todo.append((inside, at_next, depth + 1))
     return found
+
+
+def _touches(parting: Parting, name: str) -> bool:
+    """Return whether one side of a branch or loop executes statements that use a name, itself or in a function that it calls."""
+    node, last = parting.source.statement(parting.line), name.rpartition(".")[2]
+    if parting.kind not in ("branch", "loop") or not isinstance(node, ast.stmt):
+        return False
+    lines: list[tuple[str, int]] = []
+    for frame, at in zip(parting.frames, parting.at, strict=True):
+        for k in range(at + 1, len(frame.lines)):
+            if not node.lineno < frame.lines[k] <= (node.end_lineno or node.lineno):
+                break
+            lines += [(frame.file, frame.lines[k])]
+            lines += [(child.file, line) for child in frame.children.get(k, ()) for line in child.lines]
+    statements = [read_source(file).statement(line) for file, line in set(lines)]
+    used = itertools.chain(*map(_names, statements), *map(_targets, statements))
+    return any(chain.rpartition(".")[2] == last or f".{last}." in f".{chain}." for chain in used)
 
 
 def _returned_by_calls(frames: tuple[Frame, Frame], at: tuple[int, int]) -> tuple[str, _Value, _Value] | None:
     """Return the function that a line called and that returned other values on the two ranks, with the lines that returned them."""
     pairs = zip(*(frame.children.get(k, ()) for frame, k in zip(frames, at, strict=True)), strict=False)
     for mine, others in pairs:
-        is_one = mine.function == others.function and mine.lines and others.lines
-        if is_one and mine.returned != others.returned and mine.lines[-1] == others.lines[-1]:
-            values = (_Value(f.returned, f, len(f.lines) - 1, is_set=True) for f in (mine, others))
-            return (f"{mine.name}()", *values)  # type: ignore[return-value]
+        has_returned = not (mine.is_open or others.is_open)
+        if has_returned and mine.function == others.function and mine.returned != others.returned:
+            decided = _decided_return(mine, others)
+            if decided is not None:
+                values = (_Value(f.returned, f, k, is_set=True) for f, k in zip((mine, others), decided, strict=True))
+                return (f"{mine.name}()", *values)  # type: ignore[return-value]
     return None
+
+
+def _decides(frames: tuple[Frame, Frame], at: tuple[int, int]) -> bool:
+    """Return whether functions that have returned did so at different lines behind a statement."""
+    return (
+        all(k + 1 < len(f.lines) for f, k in zip(frames, at, strict=True))
+        and frames[0].lines[-1] != frames[1].lines[-1]
+    )
+
+
+def _decided_return(a: Frame, b: Frame) -> tuple[int, int] | None:
+    """Return the lines that decided what a function returned: its last one, or the last common one before different lines."""
+    if not a.lines or not b.lines:
+        return None
+    if a.lines[-1] == b.lines[-1]:
+        return len(a.lines) - 1, len(b.lines) - 1
+    source = read_source(a.file)
+    pairs = zip(map(source.statement, a.lines), map(source.statement, b.lines), strict=False)
+    same = next((k for k, (here, there) in enumerate(pairs) if here != there), 0)
+    return (same - 1, same - 1) if same else None
 
 
 def _differing_values(
@@ -127,6 +188,17 @@ def _names(statement: Statement) -> list[str]:
         case _:
             parts = [statement]
     return sorted({name for part in parts for name in _chains(part)}, key=lambda name: (-name.count("."), name))
+
+
+def _targets(statement: Statement) -> list[str]:
+    """Return the names and attributes that an assignment sets."""
+    match statement:
+        case ast.Assign():
+            return [name for target in statement.targets for name in _chains(target)]
+        case ast.AnnAssign() | ast.AugAssign():
+            return list(_chains(statement.target))
+        case _:
+            return []
 
 
 def _chains(node: ast.AST) -> Iterator[str]:
@@ -195,15 +267,27 @@ def _before_steps(value: _Value, name: str) -> _Value:
     return value
 
 
-def _step(name: str, mine: _Value, others: _Value) -> Step:
-    frame, index = mine.frame, mine.index
-    if not mine.is_set:
-        return Step(name, (mine.text, others.text), "", "", "")
+def _place(value: _Value) -> tuple[Frame, int]:
+    """Return the frame and line that set a value: those of the call, for an argument."""
+    frame, index = value.frame, value.index
     if index == ARGUMENT and frame.above is not None:
         frame, index = frame.above, frame.above_at
-    line = frame.lines[index] if 0 <= index < len(frame.lines) else frame.first
-    text = read_source(frame.file).head(line)
-    by_right = next((what for what, names in _BY_RIGHT.items() if names.search(text.partition("=")[2] or text)), "")
+    return frame, frame.lines[index] if 0 <= index < len(frame.lines) else frame.first
+
+
+def _is_one_line(mine: _Value, others: _Value) -> bool:
+    (a, line), (b, other) = _place(mine), _place(others)
+    return (a.file, line) == (b.file, other)
+
+
+def _step(name: str, mine: _Value, others: _Value) -> Step:
+    if not mine.is_set:
+        return Step(name, (mine.text, others.text), "", "", "")
+    frame, line = _place(mine)
+    source = read_source(frame.file)
+    text, node = source.head(line), source.statement(line)
+    read = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AugAssign) else text
+    by_right = next((what for what, names in _BY_RIGHT.items() if names.search(read)), "")
     return Step(name, (mine.text, others.text), place(frame, line), text, by_right)
 
 
@@ -217,12 +301,12 @@ def _following(mine: _Value, others: _Value) -> tuple[tuple[Frame, Frame], tuple
         if above[0] is None or above[1] is None:
             return None
         frames, at = (above[0], above[1]), (frames[0].above_at, frames[1].above_at)
-    inner = tuple(
+    a, b = (
         next((f for f in reversed(frame.children.get(k, ())) if f.returned == value.text), None)
         for frame, k, value in zip(frames, at, (mine, others), strict=True)
     )
-    if inner[0] is not None and inner[1] is not None and inner[0].lines and inner[1].lines:
-        frames, at = (inner[0], inner[1]), (len(inner[0].lines) - 1, len(inner[1].lines) - 1)
+    if a is not None and b is not None and (decided := _decided_return(a, b)) is not None:
+        frames, at = (a, b), decided
     if min(at) < 0 or frames[0].file != frames[1].file or frames[0].lines[at[0]] != frames[1].lines[at[1]]:
         return None
     return frames, at
@@ -243,7 +327,7 @@ def side(parting: Parting, which: int) -> str:
     frame, at = parting.frames[which], parting.at[which]
     raised = frame.raised.get(at)
     if parting.kind == "exception":
-        return f"raised {raised}" if raised else "went on"
+        return f"{RAISED}{raised}" if raised else "went on"
     if parting.kind == "argument":
         call = parting.calls[which]
         assert call is not None

@@ -31,7 +31,8 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     if have_own_errors(evidence.ranks):
         return None
     alive = [r for r in evidence.ranks if not r.finished and not r.exceptions]
-    making = {r: c for r, c in awaited_by(alive).items() if c.op == NEW_GROUP and c.note}
+    waits = awaited_by(alive)
+    making = {r: c for r, c in waits.items() if c.op == NEW_GROUP and c.note} or _made_unlike(evidence, waits)
     if not making or any(not r.is_waiting for r in alive):
         return None
     if any(c.note.endswith(CUT) for c in making.values()):
@@ -61,6 +62,21 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     return _finding(
         evidence, cause, ranks, making[ranks[0]].site, f"{reason}: {shown}", certain=not is_one or len(ranks) < len(making),
     )  # fmt: skip
+
+
+def _made_unlike(evidence: Evidence, waits: Mapping[int, Collective]) -> dict[int, Collective]:
+    """Return the creations of the numbered groups that ranks wait in, where ranks named other members under one number.
+
+    Such groups share their keys in the store: their members cannot meet, and the first call in the group waits.
+    """
+    n = evidence.job.world_size
+    made = {r.rank: {number_of(c): c for c in made_by(r)} for r in evidence.ranks if r.board is not None}
+    found: dict[int, Collective] = {}
+    for group in {c.group for c in waits.values()}:
+        created = {rank: groups[group] for rank, groups in made.items() if group in groups}
+        if len({members_of_new(c, n) for c in created.values()}) > 1:
+            found |= {rank: c for rank, c in created.items() if rank in waits and waits[rank].group == group}
+    return found
 
 
 def _finding(
@@ -121,6 +137,16 @@ def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> D
                 f"{describe_ranks(tuple(sorted(usual)), n)}"
             )
             return "group_order_deadlock", odd, made[odd[0]][place].site, reason
+        if 2 * most <= len(at) == n and not any(
+            members in groups for r, groups in later.items() for members in set(at.values()) - {at[r]}
+        ):
+            shown = by_ranks({r: f"created group {made[r][place].note}" for r in at}, n)
+            return (
+                "group_order_deadlock",
+                tuple(sorted(at)),
+                made[0][place].site,
+                f"one group has different members: {shown}",
+            )
         for members, number in reversed(by_number):
             makers = tuple(sorted(rank for rank in at if at[rank] == members))
             if sum(members in groups for groups in later.values()) == number:
@@ -170,7 +196,12 @@ def is_numbered(call: Collective) -> bool:
     """Return whether torch numbers a group, so that all ranks create it in one order. The name of a group that only its
     members create is a hash.
     """
-    return call.note.partition(":")[0].isdigit()
+    return number_of(call).isdigit()
+
+
+def number_of(call: Collective) -> str:
+    """Return the number or name under which a group is created."""
+    return call.note.partition(":")[0]
 
 
 def made_by(rank: RankEvidence) -> list[Collective]:
