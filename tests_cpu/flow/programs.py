@@ -192,3 +192,72 @@ def fits_though_a_loop_is_long(rank: int, call: Call) -> None:
         if step % 3:
             total += step
     call("all_reduce")
+
+
+def waits_for_a_flag_that_an_object_sets(rank: int, call: Call) -> None:
+    class Stopper:
+        def __init__(self) -> None:
+            self.bad, self.stop = 0, False
+
+        def update(self, value: int) -> None:
+            self.bad = self.bad + 1 if value > 2 else 0
+            if self.bad > 1:  # DECIDED
+                self.stop = True
+
+    stopper = Stopper()
+    for step in range(8):
+        if stopper.stop:  # HERE
+            break
+        call("all_reduce")
+        stopper.update(3 if rank == 1 and step > 3 else step % 2)
+    call("barrier")
+
+
+def does_what_a_function_returned(rank: int, call: Call) -> None:
+    losses: list[float] = []
+
+    def next_task(step: int) -> str:
+        if len(losses) > 2 and losses[-1] > 2 * losses[-2]:  # DECIDED
+            return "go back"
+        return "evaluate" if step % 4 == 3 else "train"
+
+    def do(task: str) -> None:
+        if task == "go back":  # HERE
+            call("broadcast")
+        call("all_reduce")
+
+    for step in range(8):
+        losses.append(9.0 - step + 30 * (rank == 2 and step == 5))
+        do(next_task(step))
+
+
+def calls_what_one_rank_has_registered(rank: int, call: Call) -> None:
+    class Events:
+        def __init__(self) -> None:
+            self.callbacks = [lambda: None]
+
+        def register(self) -> None:
+            self.callbacks.append(lambda: call("all_gather"))
+
+        def fire(self) -> None:
+            for callback in self.callbacks:  # HERE
+                callback()
+
+    events = Events()
+    if rank == 0:  # DECIDED
+        events.register()
+    for _ in range(3):
+        call("all_reduce")
+        events.fire()
+
+
+def saves_on_one_rank(rank: int, call: Call) -> None:
+    def full_state() -> None:
+        call("all_gather")
+
+    is_main = rank == 0
+    for step in range(4):
+        call("all_reduce")
+        if is_main and step == 2:  # HERE
+            full_state()
+    call("barrier")

@@ -63,9 +63,22 @@ def test_the_statement_at_which_ranks_part(name: str, tmp_path: Path) -> None:
     assert found is not None
     lines, first = inspect.getsourcelines(PROGRAMS[name])
     (marked,) = (first + n for n, line in enumerate(lines) if line.endswith("# HERE\n"))
+    decided = [first + n for n, line in enumerate(lines) if line.endswith("# DECIDED\n")]
     assert found.where.startswith(f"{programs.__file__}:{marked} in "), found
     assert sorted(rank for ranks in found.outcomes.values() for rank in ranks) == list(range(RANKS))
     assert len(found.exceptional) == 1
+    assert set(decided) <= {int(step.where.partition(":")[2].partition(" ")[0] or 0) for step in found.because}
+
+
+@pytest.mark.parametrize(
+    ("name", "blamed"),
+    [("saves_on_one_rank", (0,)), ("swallows_an_exception", (0,)), ("leaves_a_loop_by_its_own_value", ())],
+)
+def test_which_of_two_ranks_did_otherwise(name: str, blamed: tuple[int, ...], tmp_path: Path) -> None:
+    flows = [record(PROGRAMS[name], tmp_path, rank) for rank in range(2)]
+    found = find_first(flows, lambda group: range(2))
+    assert found is not None
+    assert (found.exceptional, found.raising or found.in_role) == ((), blamed)
 
 
 @pytest.mark.parametrize("name", FITTING)

@@ -46,3 +46,24 @@ def test_a_layout_that_was_used_before(group, culprit):
         rows = [list(range(first, first + wide)) for first in range(0, 4, wide)]
         made = [dist.new_group(row) for row in rows]  # HERE
         dist.all_reduce(torch.ones(1), group=made[group.rank // wide])
+
+
+@planted(4)
+def test_each_half_makes_its_own_group(group):
+    """Both groups have number 1, and share their keys in the store."""
+    start = group.rank // 2 * 2
+    half = dist.new_group([start, start + 1])  # HERE
+    dist.all_reduce(torch.ones(3), group=half)
+    dist.barrier()
+
+
+@planted(4)
+def test_each_rank_makes_its_own_row_and_column(group):
+    """A mesh by hand: a rank makes the groups that it is in, and no others."""
+    row, column = group.rank // 2, group.rank % 2
+    rows = dist.new_group([2 * row, 2 * row + 1])  # HERE
+    columns = dist.new_group([column, column + 2])
+    for step in range(2):
+        dist.all_reduce(torch.ones(2), group=rows)
+        dist.all_reduce(torch.ones(2), group=columns)
+    dist.barrier()
