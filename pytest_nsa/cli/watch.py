@@ -40,6 +40,7 @@ class Watcher:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.recorded: Verdict | None = None  # that of a session which has ended
+        self.shows_all = False  # suspicions that are not due to be announced, too
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._observer: Observer | None = None
         self._is_own: dict[int, bool] = {}  # by rank that was seen alive: whether its process is this user's
@@ -65,10 +66,10 @@ class Watcher:
 
     @property
     def finding(self) -> Finding | Verdict | None:
-        """The verdict that the folder records, or the suspicion that is due to be announced."""
+        """The verdict that the folder records, or the suspicion that is due to be announced, or any."""
         if self.recorded is not None:
             return self.recorded if self.recorded.failed else None
-        return self.observer.finding if self.observer.is_due else None
+        return self.observer.finding if self.observer.is_due or self.shows_all else None
 
     @property
     def is_over(self) -> bool:
@@ -189,6 +190,8 @@ def watch(folders: Iterable[Path], *, as_json: bool, once: bool, command: Verdic
             due = any(changed) or is_over or time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
             has_seen = is_over or any(w.boards for w in watchers)
             settled = time.monotonic() - began >= ENOUGH_S or any(w.finding is not None for w in watchers)
+            for watcher in watchers:
+                watcher.shows_all = once and settled
             if has_seen and due and (not once or settled or is_over):
                 last = time.monotonic()
                 shown = _show(watchers, as_json, shown, nccl.lines)

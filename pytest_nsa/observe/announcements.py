@@ -14,8 +14,7 @@ a pause that recurs (a checkpoint, an evaluation) is announced once at most. If 
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding, split_reason
@@ -26,6 +25,7 @@ from pytest_nsa.observe.progress import Past, ProgressWatch
 from pytest_nsa.system.clock import monotonic
 
 MOVING = ("straggler", "graph_explosion", "slow")  # causes of ranks that move
+ENDING = ("dataloader_stuck", "sleeping")  # causes of waits that mostly end by themselves
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 WRITES = 1e6  # bytes a second: more than the tracers' own files
 
@@ -53,7 +53,7 @@ class AnnounceDelay:
         boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
         waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
         all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
-        works = self.at_work or finding.cause == "dataloader_stuck" or may_act(evidence)
+        works = self.at_work or finding.cause in ENDING or may_act(evidence)
         works = works or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
         least = AT_WORK_S if works or not (waited_for or all_wait) else WAITED_FOR_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
@@ -87,7 +87,7 @@ def _may_come(finding: Finding, evidence: Evidence) -> bool:
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:
     """Return whether the ranks of a suspicion are at work by themselves, so that the stall may resolve: they compute, import,
-    compile or write; or one waits for a thread or a child process that is at work, or sleeps between a limited number of attempts.
+    compile or write; or one waits for a thread or a child process that is at work.
     """
     if CAUSES[finding.cause].at_work:
         return True
@@ -96,21 +96,8 @@ def is_at_work(finding: Finding, evidence: Evidence) -> bool:
         r.process.get("written_per_s", 0.0) > WRITES or r.process.get("below_cpu_share", 0.0) >= BUSY for r in ranks
     ):
         return True
-    if finding.cause == "lock_deadlock":
-        return any(thread is not rank.stack for rank in ranks for thread in rank.threads_at_work)
-    from pytest_nsa.diagnosis.explain.source import loops_of  # not before a stall
-
-    places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
-    return finding.cause == "sleeping" and any(
-        _retries(loops_of(evidence.sources, frame.describe())) for frame in places[:2]
-    )
-
-
-def _retries(loops: Sequence[ast.stmt]) -> bool:
-    """Return whether the innermost of the loops is a ``for`` around a ``try``, that is, a bounded number of attempts."""
-    if not loops or not isinstance(loops[-1], ast.For):
-        return False
-    return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
+    is_locked = finding.cause == "lock_deadlock"
+    return is_locked and any(thread is not rank.stack for rank in ranks for thread in rank.threads_at_work)
 
 
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:

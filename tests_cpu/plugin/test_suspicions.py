@@ -17,7 +17,7 @@ STANDS = """
 @pytest.mark.timeout({timeout})
 def test_stands(group):
     if group.rank == 1:
-        time.sleep({sleep})
+        {waits}
     dist.barrier()
 """
 
@@ -26,7 +26,7 @@ def test_stands(group):
 def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
     pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
-    result = run_example(pytester, STANDS.format(timeout=60, sleep=6), *options)
+    result = run_example(pytester, STANDS.format(timeout=60, waits="time.sleep(12)"), *options)
     assert result.outcomes == {"passed": 1}
     assert "test_stands: sleeping on rank 1 at test_example.py:" in result.stdout
     left = re.search(r"\(a suspicion; the test has (\d+) s left\)", result.stdout)
@@ -35,16 +35,16 @@ def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
 
 
 def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=5")
+    result = run_example(pytester, STANDS.format(timeout=60, waits="os.read(os.pipe()[0], 1)"), "-o", "ranks_hang_after=5")
     verdict = result.verdicts["test_stands"]
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "io_stuck", (1,))
     assert not verdict.certain
     assert verdict.duration_s < 30
     native = [fact.text for fact in verdict.evidence if fact.kind == "native_stack"]
     assert len(native) == 2  # of each rank: what py-spy saw, or why there is nothing
     assert "sockets" in (result.folder("test_stands") / "host.jsonl").read_text()
     suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
-    assert [(s["cause"], s["ranks"]) for s in suspected] == [("sleeping", [1])]
+    assert [(s["cause"], s["ranks"]) for s in suspected] == [("io_stuck", [1])]
     assert 3 <= suspected[0]["stalled_s"] <= 5
 
 
@@ -214,7 +214,7 @@ def test_the_flight_recorder_is_dumped_where_it_records(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
-    result = run_example(pytester, RECORDED + STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=2")
+    result = run_example(pytester, RECORDED + STANDS.format(timeout=60, waits="os.read(os.pipe()[0], 1)"), "-o", "ranks_hang_after=2")
     if result.outcomes == {"skipped": 1}:
         pytest.skip("the recorder of this torch is NCCL's alone")
     recorded = json.loads((result.folder("test_stands") / "rank0" / "flight_recorder.json").read_text())
