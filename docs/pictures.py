@@ -100,18 +100,18 @@ def photograph(page: Path, picture: Path, size: str = "1200,1000", *options: str
     )  # fmt: skip
 
 
-def run_tests(folder: Path, *arguments: str, where: Path | None = None, **variables: str) -> Path:
+def run_tests(folder: Path, *arguments: str, **variables: str) -> Path:
     """Run pytest, and return the folder of the run."""
     artifacts = folder / "artifacts"
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--ranks-artifacts={artifacts}", *arguments],
-        cwd=where or folder, env={**os.environ, **variables}, capture_output=True, check=False,
+        cwd=folder, env={**os.environ, **variables}, capture_output=True, check=False,
     )  # fmt: skip
     return (artifacts / "latest").resolve()
 
 
 def photograph_more(folder: Path, report: Path) -> None:
-    """The same report on a phone and in the dark, one of 64 ranks, the plan's tree, and two runs compared."""
+    """The same report on a phone and in the dark, one of 64 ranks, and two runs compared."""
     photograph(report, IMAGES / "report_phone.png", "390,1300")
     photograph(report, IMAGES / "report_dark.png", "1200,700", DARK)
     for name, source in (("many", MANY), ("steps", STEPS)):
@@ -127,21 +127,6 @@ def photograph_more(folder: Path, report: Path) -> None:
         capture_output=True, check=False,
     )  # fmt: skip
     photograph(page, IMAGES / "compare.png", "1000,420")
-    plan = run_tests(folder, "tests_cpu/plan/test_plan.py", "--phases=1-5", "--fault=gc_reentrant", where=ROOT)
-    text = (plan / "report.html").read_text(encoding="utf-8")
-    style = text.partition("<style>")[2].partition("</style>")[0]
-    drawn = (
-        "<svg"
-        + text.partition('class="way"')[0].rpartition("<svg")[2]
-        + 'class="way"'
-        + text.partition('class="way"')[2]
-    )
-    tree = folder / "tree.html"
-    tree.write_text(
-        f"<!doctype html><meta charset=utf-8><style>{style}</style>{drawn.partition('</svg>')[0]}</svg>",
-        encoding="utf-8",
-    )
-    photograph(tree, IMAGES / "tree.png", "460,1000")
 
 
 def main() -> int:
