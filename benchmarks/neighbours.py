@@ -149,20 +149,28 @@ def test_a_collective(group, mocker):  # passed
     dist.all_reduce(torch.ones(1))
     mocked.assert_called_once()
 """
-BENCHMARK = """
-@world_size(2)
-def test_measured(group, benchmark):  # passed
-    benchmark.pedantic(dist.barrier, rounds=3)
+ASYNC = """
+import asyncio, pytest_asyncio
 
+@pytest_asyncio.fixture
+async def queue(group):
+    queue = asyncio.Queue()
+    queue.put_nowait(group.rank)
+    yield queue, asyncio.get_running_loop()
 
-def test_measured_without_ranks(benchmark):  # passed
-    benchmark.pedantic(int, rounds=3)
-"""
-MEMRAY = """
 @world_size(2)
-@pytest.mark.limit_memory("8 MB")
-def test_takes_too_much(group):  # failure: assertion, rank 1
-    assert bytearray(group.rank << 24) is not None
+async def test_reduces(queue, group):  # passed
+    numbers, loop = queue
+    assert asyncio.get_running_loop() is loop
+    value = torch.tensor([await numbers.get()])
+    await asyncio.to_thread(dist.all_reduce(value, async_op=True).wait)
+    assert value.item() == 1
+
+class TestMethods:
+    @world_size(2)
+    async def test_coroutine_fails(self, group):  # failure: assertion, rank 1
+        await asyncio.sleep(0)
+        assert group.rank == 0
 """
 DJANGO = """
 @world_size(2)
@@ -203,96 +211,9 @@ def django_db_modify_db_settings():
             connection.settings_dict["TEST"]["NAME"] += os.environ["RANK"]
 """,
 }
-BDD = """
-from pytest_bdd import given, parsers, scenario, then, when
-
-
-@world_size(2)
-@scenario("sums.feature", "A rank is wrong")
-def test_a_step_fails():  # failure: assertion, rank 1
-    pass
-
-
-@given("a group", target_fixture="total")
-def total(group):
-    return torch.ones(1)
-
-
-@when("the ranks add")
-def add(total):
-    dist.all_reduce(total)
-
-
-@then(parsers.parse("rank {rank:d} has {number:d}"))
-def has(group, total, rank, number):
-    assert group.rank != rank or total.item() == number
-"""
-BDD_FILES = {
-    "sums.feature": """
-Feature: Sums
-  Scenario: A rank is wrong
-    Given a group
-    When the ranks add
-    Then rank 1 has 3
-"""
-}
-DESCRIBE = """
-def describe_a_group():
-    def describe_of_two():
-        @pytest.fixture
-        def one():
-            return torch.ones(1)
-
-        @world_size(2)
-        def test_described_and_fails(group, one):  # failure: assertion, rank 1
-            assert one.item() + group.rank == 1
-"""
-MPL = """
-def figure_of(values):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2, 2))
-    figure.add_subplot().plot(values)
-    return figure
-
-
-@world_size(2)
-@pytest.mark.mpl_image_compare(filename="line.png")
-def test_figure_of_one_rank_differs(group):  # failure: assertion, rank 1
-    return figure_of([1, 2 + 7 * group.rank])
-
-
-@pytest.mark.mpl_image_compare(filename="line.png")
-def test_figure_without_ranks():  # passed
-    return figure_of([1, 2])
-"""
-MPL_FILES = {
-    "conftest.py": """
-import os
-import pathlib
-
-import matplotlib.style
-
-
-def pytest_sessionstart(session):
-    from test_neighbours import figure_of
-
-    if not pathlib.Path("baseline").is_dir():
-        pathlib.Path("baseline").mkdir()
-        with matplotlib.style.context("classic"):
-            figure_of([1, 2]).savefig("baseline/line.png")
-
-
-def pytest_runtest_setup(item):
-    if "RANK" in os.environ:
-        for plugin in item.config.pluginmanager.get_plugins():
-            if hasattr(plugin, "make_test_results_dir"):
-                plugin.results_dir = plugin.results_dir / os.environ["RANK"]
-"""
-}
-
 # Without options.
 PLAIN_NAMES = """
+pytest-benchmark pytest-bdd pytest-describe
 pytest-randomly pytest-rerunfailures pytest-retry flaky pytest-dependency pytest-forked pytest-asyncio anyio
 pytest-trio hypothesis syrupy inline-snapshot pytest-regressions pytest-check
 pytest-github-actions-annotate-failures pytest-sugar pytest-pretty pytest-clarity pytest-icdiff pytest-repeat
@@ -307,7 +228,7 @@ NEIGHBOURS = (
     Neighbour("pytest-cov", ("--cov=.",), "--cov"),
     Neighbour("pytest-rerunfailures", ("--reruns", "1"), "--reruns 1"),
     Neighbour("pytest-forked", ("--forked",), "--forked"),
-    Neighbour("pytest-asyncio", ("-o", "asyncio_mode=auto"), "auto mode"),
+    Neighbour("pytest-asyncio", ("-o", "asyncio_mode=auto"), "auto mode", ASYNC),
     Neighbour("pytest-mock", what="mocked clocks and files", uses=MOCK),
     Neighbour(
         "freezegun",
@@ -327,13 +248,10 @@ NEIGHBOURS = (
         what="`time_machine`",
         uses=stop_clocks("group, time_machine", "time_machine.move_to('2020-01-01', tick=False)"),
     ),
-    Neighbour("pytest-benchmark", what="`benchmark`", uses=BENCHMARK),
     Neighbour("pytest-profiling", ("--profile",), "--profile"),
     Neighbour("pytest-testmon", ("-p", "cacheprovider", "--testmon"), "--testmon"),
     Neighbour("pytest-django", ("--ds=settings_of_the_site",), "a database per rank", DJANGO, DJANGO_FILES),
-    Neighbour("pytest-bdd", what="`scenario`", uses=BDD, files=BDD_FILES),
-    Neighbour("pytest-describe", what="nested tests", uses=DESCRIBE),
-    Neighbour("pytest-mpl", ("--mpl",), "--mpl", MPL, MPL_FILES),
+    Neighbour("pytest-mpl", ("--mpl",), "--mpl"),
     Neighbour("pytest-html", ("-p", "metadata", "--html=report.html"), "--html"),
     Neighbour("pytest-json-report", ("--json-report",), "--json-report"),
     Neighbour("pytest-md", ("--md", "report.md"), "--md"),
@@ -342,7 +260,7 @@ NEIGHBOURS = (
     Neighbour("pytest-rich", ("--rich",), "--rich"),
     Neighbour("pytest-instafail", ("--instafail",), "--instafail"),
     Neighbour("pytest-split", ("--splits", "1", "--group", "1"), "--splits"),
-    Neighbour("pytest-memray", ("--memray",), "--memray", MEMRAY),
+    Neighbour("pytest-memray", ("--memray",), "--memray"),
 )
 
 
