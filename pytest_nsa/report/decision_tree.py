@@ -24,9 +24,9 @@ def way(decision: Decision) -> Markup | None:
             for name in exits
         )
         below = [tag("li", child) for child in (*shown, *more)]
-        said = tag("em", f" {answer}", class_="answer") if answer else None
+        replied = tag("em", f" {answer}", class_="answer") if answer else None
         faint = "unasked" if answer is None else None
-        items.append(tag("li", text, said, tag("ul", *below) if below else None, class_=faint))
+        items.append(tag("li", text, replied, tag("ul", *below) if below else None, class_=faint))
     return tag("ol", *items, tag("li", tag("strong", decision.action)), class_="way")
 
 

@@ -68,8 +68,7 @@ def test_a_lost_gradient_a_changed_cause_and_nothing_else(tmp_path: Path) -> Non
     for name, variables in {"a": {}, "new": {"OTHER": "1", "LOST": "1"}}.items():
         (tmp_path / name).mkdir()
         runs[name] = a_run(tmp_path / name, **variables)
-    page = tmp_path / "page.html"
-    worse = tell("compare", runs["a"], runs["new"], "--html", page)
+    worse = tell("compare", runs["a"], runs["new"])
     assert worse.returncode == 1
     rows = [line for line in worse.stdout.splitlines() if line.startswith("| test_example") and "| step |" not in line]
     hooked = [path.read_text() for path in runs["new"].glob("*test_fails*/rank1/stacks.txt")]
@@ -79,7 +78,6 @@ def test_a_lost_gradient_a_changed_cause_and_nothing_else(tmp_path: Path) -> Non
     assert len(rows) == 2, worse.stdout
     assert any("test_fails | gradients missing" in row and "worse" in row for row in rows)
     assert any("test_cause | cause" in row and "worse" in row for row in rows)
-    assert "test_cause" in page.read_text()
     refused = tell("compare", tmp_path, runs["a"])
     assert refused.returncode == 2
     assert "no run here" in refused.stderr
