@@ -56,21 +56,6 @@ def test_spawns():
 def test_after():
     assert "NSA_TRACE_HOST" not in os.environ
 """
-FORK = """
-from common import *
-import multiprocessing
-
-def test_forks():
-    subprocess.run(["true"], check=True)
-    from workers import worker  # torch is imported after the first process has started
-    mp = multiprocessing.get_context("fork")
-    ranks = [mp.Process(target=worker, args=(r, 2, int(os.environ["PORT"])), daemon=True) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    at_limit("rank0", "rank1")
-    for rank in ranks:
-        rank.join()
-"""
 # An environment made anew, as launchers of engines do.
 SCRIPT = """
 from common import *
@@ -112,48 +97,9 @@ def test_passes():
     while not os.path.exists("rank1"):
         time.sleep(0.02)
 """
-# Two ranks that serve a session: rank 0 waits for a request, rank 1 in a broadcast of it.
-SERVER = """
-from common import *
-import pytest
-
-@pytest.fixture(scope="session")
-def server():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "server.py"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    yield process
-    Path("stop").touch()
-    assert process.wait() == 0
-
-def test_asks(server):
-    while not all(map(os.path.exists, ("rank0", "rank1"))):
-        time.sleep(0.02)
-
-def test_hangs(server):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
-    Path("pids", str(child.pid)).touch()
-    signal.setitimer(signal.ITIMER_REAL, 1)
-    child.wait()
-
-def test_still_serves(server):
-    assert server.poll() is None
-"""
-SERVER_SCRIPT = """
-import os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-open(f"rank{dist.get_rank()}", "w").close()
-if dist.get_rank() == 0:
-    while not os.path.exists("stop"):
-        time.sleep(0.05)
-dist.broadcast(torch.ones(1), 0)
-dist.destroy_process_group()
-"""
-
-
 HEAD = """
 from common import *
 import multiprocessing, pytest, threading
-from concurrent.futures import ProcessPoolExecutor
 
 fork = multiprocessing.get_context("fork")
 lock, one = fork.Lock(), fork.Barrier(2)
@@ -173,14 +119,6 @@ def test_it():
         found = pool.map_async(hold, [1, 2], chunksize=1)
         at_lock()
         found.get()
-"""
-EXECUTOR = """
-def test_it():
-    with ProcessPoolExecutor(2, mp_context=fork) as executor:
-        found = [executor.submit(hold, number) for number in (1, 2)]
-        at_lock()
-        for future in found:
-            future.result()
 """
 # What the cleanup waits for comes from no process.
 CLEANUP = """
@@ -342,7 +280,6 @@ def folder(tmp_path: Path) -> Path:
         'import os\nfrom workers import worker\nworker(int(os.environ["RANK"]), 2, int(os.environ["PORT"]))\n'
     )
     (tmp_path / "raises.py").write_text(RAISES_SCRIPT)
-    (tmp_path / "server.py").write_text(SERVER_SCRIPT)
     return tmp_path
 
 
@@ -406,7 +343,6 @@ def slow(*values: object, id: str) -> object:
     ("source", "place"),
     [
         pytest.param(SPAWN, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="mp.spawn"),
-        slow(FORK, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="fork"),
         slow(SCRIPT, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="an environment of the test's"),
     ],
 )
@@ -444,7 +380,6 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
     ("source", "place"),
     [
         pytest.param(HEAD + POOL, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a pool"),
-        slow(HEAD + EXECUTOR, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="an executor"),
         slow(HEAD + CLEANUP, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a cleanup that waits"),
         pytest.param(LOADER, f"test_it.py:{line_of(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
         pytest.param(SPAWNED, f"test_it.py:{line_of(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"),
@@ -511,15 +446,6 @@ def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, 
     assert announced.strip() in (latest / "test_execution.log").read_text()
     assert "Announced while it ran" in (latest / "report.html").read_text()
     assert alive(folder) == []
-
-
-@pytest.mark.slow
-def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, SERVER)
-    assert "1 failed, 2 passed" in done.stdout, done.stdout
-    assert "2 ranks that an earlier test or a fixture has started: no call since the test began" in done.stdout
-    assert "no process of the test has joined a process group" in done.stdout
-    assert "nsa: test_it.py::" not in done.stdout, "and no suspicion is announced of it"
 
 
 def test_a_handler_of_the_program_does_not_take_the_place_of_the_time_limit(pytester: pytest.Pytester) -> None:

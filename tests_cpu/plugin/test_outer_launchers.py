@@ -14,7 +14,6 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.testing import HEADER, read_result, run_example
-from tests_cpu.plugin.programs import read_program
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -247,14 +246,3 @@ def test_torchrun_on_two_nodes(pytester: pytest.Pytester, two_nodes: list[str]) 
     check_report(texts[0], pytester.path / "artifacts" / "latest")
     assert "test session starts" not in texts[1]
     assert len(list((pytester.path / "artifacts").glob("run_*"))) == 1
-
-
-@pytest.mark.slow
-def test_threads_act_for_a_main_thread_here_too(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    (pytester.path / "test_example.py").write_text(read_program("slow_threads").text)
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
-    session = ("-m", "pytest", "-p", "no:cacheprovider", "-k", "limit or executor or pool or multiplies")
-    done = warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
-    assert done.returncode == 0, done.stdout
-    assert "10 passed" in done.stdout
-    assert "waited for" not in done.stdout
