@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from figures import keep, parser_of
+from figures import keep, parser_of, run_tests
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -51,14 +51,9 @@ def run_corpus(folder: Path, workers: int) -> Iterator[tuple[str, dict[str, Any]
         shutil.copy(program, folder / f"test_{program.name}")
     (folder / "conftest.py").write_text("from tests_cpu.faults.planting import faulty_rank\n")
     options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", str(workers),
-         "--rootdir", str(folder), *(a for o in options for a in ("-o", o))],
-        cwd=folder, capture_output=True, check=False,
-    )  # fmt: skip
+    found = run_tests(folder, *(word for option in options for word in ("-o", option)), workers=workers)
     run = folder / "artifacts" / "latest"
-    for line in (run / "verdicts.jsonl").read_text().splitlines():
-        verdict = json.loads(line)
+    for verdict in found.values():
         told = run / verdict["folder"] / "suspicions.jsonl"
         first = json.loads(told.read_text().splitlines()[0]) if told.is_file() else None
         yield verdict["nodeid"].partition("::")[2], verdict, first and first["stalled_s"]

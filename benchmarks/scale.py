@@ -8,13 +8,11 @@ Figures are the seconds from the start of the test to the stop, and from the sto
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from figures import keep, parser_of
+from figures import keep, parser_of, run_tests
 
 SKIPS = """
 import torch, torch.distributed as dist
@@ -32,10 +30,7 @@ def test_skips(group):
 def real(n: int, folder: Path) -> dict[str, Any]:
     """Run pytest on ``n`` ranks once; return the figures."""
     (folder / "test_scale.py").write_text(SKIPS.format(n=n))
-    options = ("-p", "no:cacheprovider", "-o", "ranks_timeout=120", f"--ranks-artifacts={folder / 'artifacts'}")
-    command = [sys.executable, "-m", "pytest", *options, "test_scale.py"]
-    subprocess.run(command, cwd=folder, capture_output=True, check=False)
-    verdict = json.loads(next((folder / "artifacts" / "latest").glob("*/verdict.json")).read_text())
+    (verdict,) = run_tests(folder, "-o", "ranks_timeout=120").values()
     right = (verdict["cause"], verdict["ranks"]) == ("skipped_collective", [n // 3])
     return {"ranks": n, "right": right, "test_s": verdict["duration_s"], "verdict_s": verdict["time_to_verdict_s"]}
 
