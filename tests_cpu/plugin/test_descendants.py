@@ -185,27 +185,6 @@ def test_it():
     at_limit("one", "two")
     context.join()
 """
-# The server is a child of the first test, and serves the second, too.
-FORK_SERVER = """
-from common import *
-import multiprocessing
-
-def wait(name):
-    here(name)
-    os.read(os.pipe()[0], 1)
-
-def run(name):
-    child = multiprocessing.get_context("forkserver").Process(target=wait, args=(name,))
-    child.start()
-    at_limit(name)
-    child.join()
-
-def test_first():
-    run("first")
-
-def test_second():
-    run("second")
-"""
 UPLOADS = """
 import multiprocessing, time
 from pathlib import Path
@@ -396,14 +375,6 @@ def test_processes_that_are_no_ranks_show_their_lines_and_block_no_session(
         done.stdout
     )
     assert "DataLoader worker" not in done.stdout
-
-
-def test_what_the_fork_server_makes_belongs_to_the_test_that_runs(folder: Path) -> None:
-    done = run_cold(folder, FORK_SERVER)
-    shown = [line for line in done.stdout.splitlines() if line.startswith("  process ")]
-    assert len(shown) >= 2, done.stdout
-    assert all(line.endswith("a child by multiprocessing's fork server") for line in shown), shown
-    assert alive(folder) == []
 
 
 @pytest.mark.parametrize(

@@ -124,31 +124,6 @@ def test_ranked(group, sees_outcome):
     }  # fmt: skip
 
 
-SECOND_TIME = """
-@world_size(2)
-@pytest.mark.flaky(retries=2)
-def test_ranked(group, tmp_path_factory):
-    dist.barrier()
-    with open(f"runs{group.rank}", "a") as file:
-        print(os.getpid(), file=file)
-    dist.barrier()
-    assert len(open("runs0").readlines()) == 2
-"""
-
-
-def runs_of_ranks(pytester: pytest.Pytester) -> list[set[str]]:
-    """The processes that ran the test as each rank."""
-    return [set((pytester.path / f"runs{rank}").read_text().split()) for rank in (0, 1)]
-
-
-def test_pytest_retry_gets_fresh_ranks(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("pytest_retry", reason="the extra 'test' has it")
-    result = run_example(pytester, SECOND_TIME, "-p", "pytest-retry", "-p", "no:rerunfailures", "-v")
-    assert result.outcomes == {"passed": 1, "retried": 1}
-    assert "test_ranked RETRY" in result.stdout
-    assert [len(processes) for processes in runs_of_ranks(pytester)] == [2, 2]
-
-
 @pytest.mark.parametrize("mode", LAUNCHES)
 def test_no_child_reports_the_end_of_a_session_that_ran_no_test(
     pytester: pytest.Pytester, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -197,52 +194,3 @@ def test_a_world_of_one_is_no_launcher_s_and_an_unknown_host_is_refused(
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "MASTER_ADDR = 256.0.0.1: " in result.stderr
     assert "unset RANK to run without" in result.stderr
-
-
-@pytest.fixture
-def two_nodes() -> Iterator[list[str]]:
-    """Yield two network namespaces joined by a pair of interfaces; skip with the reason where they cannot be made."""
-    if shutil.which("ip") is None:
-        pytest.skip("no `ip` command: iproute2 is not installed")
-    names = [f"nsa{os.getpid()}{letter}" for letter in "ab"]
-    commands = [
-        *(["ip", "netns", "add", name] for name in names),
-        ["ip", "link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1]],
-    ]
-    for index, name in enumerate(names):
-        inside = ["ip", "-n", name]
-        commands += [
-            [*inside, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "veth0"],
-            [*inside, "link", "set", "veth0", "up"],
-            [*inside, "link", "set", "lo", "up"],
-        ]
-    try:
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {' '.join(command)}: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-@pytest.mark.slow
-def test_torchrun_on_two_nodes(pytester: pytest.Pytester, two_nodes: list[str]) -> None:
-    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1")
-    meeting = ("--master_addr=10.77.0.1", "--master_port=29512")
-    session = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
-    options = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": pytester.path}
-    nodes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, *launcher, f"--node_rank={index}", *meeting, *session],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "veth0"},
-            **options,
-        )
-        for index, name in enumerate(two_nodes)
-    ]
-    texts = [node.communicate(timeout=150)[0] for node in nodes]
-    check_report(texts[0], pytester.path / "artifacts" / "latest")
-    assert "test session starts" not in texts[1]
-    assert len(list((pytester.path / "artifacts").glob("run_*"))) == 1
