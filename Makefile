@@ -38,7 +38,7 @@ PLAN_NEEDS := model,data
 compare:
 	-$(MAKE) plan VENV=$(VENV)-a EXTRAS=$(PLAN_NEEDS) TORCH='$(TORCH_A)' ARGS='--ranks-artifacts=artifacts/torch_a $(ARGS)'
 	-$(MAKE) plan VENV=$(VENV)-b EXTRAS=$(PLAN_NEEDS) TORCH='$(TORCH_B)' ARGS='--ranks-artifacts=artifacts/torch_b $(ARGS)'
-	$(VENV)-b/bin/pytest-nsa compare artifacts/torch_a/latest artifacts/torch_b/latest --html artifacts/compare.html
+	$(VENV)-b/bin/pytest-nsa compare artifacts/torch_a/latest artifacts/torch_b/latest > artifacts/compare.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

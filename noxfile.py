@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import runpy
 import shutil
 import time
 from pathlib import Path
@@ -77,10 +77,8 @@ def flow(session: nox.Session) -> None:
 @nox.session
 def neighbours(session: nox.Session) -> None:
     """Run ranked tests with plugins that are not in the extra 'test', one at a time: docs/plugins.md."""
-    session.install("-e", ".[test]", "pytest-asyncio", "pytest-testmon", f"torch=={TORCH}")
-    coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines or testmon")
-    session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)
-    listed = re.findall(r'^    Neighbour\(\s*"([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
+    session.install("-e", ".[test]", f"torch=={TORCH}")
+    listed = [neighbour.distribution for neighbour in runpy.run_path("benchmarks/neighbours.py")["NEIGHBOURS"]]
     session.install(*dict.fromkeys(listed), "django", f"torch=={TORCH}")
     session.run("python", "benchmarks/neighbours.py", "--json", "benchmarks/results/neighbours.json")
     session.run("python", "benchmarks/neighbours.py", "--table")

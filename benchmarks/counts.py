@@ -1,6 +1,16 @@
-"""Count what a passing two-rank test costs and a busy machine does not change: system calls, files, bytes, page faults, imports.
+"""Count what a passing two-rank test costs: CPU time, and what a busy machine does not change (system calls, files, page faults).
 
-`python benchmarks/harness.py --check` compares the counts with benchmarks/results/harness_counts.json.
+`python benchmarks/harness.py --check` compares the counts with benchmarks/results/harness_counts.json; `--cpu` measures CPU time,
+from the bare floor to pytest-nsa:
+
+- floor: two forks of a process that has torch, a gloo group over a FileStore, one all_reduce, exit;
+- collected: the process that forks is a pytest that has collected the tests, as the zygote is;
+- protocol: each child runs its test by `pytest_runtest_protocol`, with the fixtures and plugins that this takes;
+- plain: a test without ranks, as the host of a ranked test runs it, too;
+- pytest-nsa: all of that, and evidence is kept and read;
+- pytest-nsa, reuse: the same with ranks that stay.
+
+A figure is that of all processes of a run of many tests less that of a few: what a session costs once is in both.
 """
 
 from __future__ import annotations
@@ -22,27 +32,120 @@ from typing import Any
 
 TABLE = Path(__file__).parent / "results" / "harness_counts.json"
 MORE = 1.10  # times what the table has: then a row fails
-FEW, MANY = 4, 20  # tests of the two runs of which the difference is counted: what a session costs once is in both
-SUITE = """\
+FEW, MANY = 4, 20  # tests of the two runs of which the difference is counted
+TESTS = {
+    "plain": 1004,
+    "pytest-nsa, reuse": 304,
+}  # for CPU time, of what is quick: the start of a session varies by half a second
+WAYS = {"fresh ranks": "pytest-nsa", "reuse": "pytest-nsa, reuse"}
+STEPS = ("floor", "collected", "protocol", "plain", *WAYS.values())
+TEST = """\
+import os
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from pytest_nsa import reuse, world_size
-
+{imports}
 
 {mark}class TestTrivial:
     @pytest.mark.parametrize("n", range({count}))
-    @world_size(2)
-    def test_it(self, group, n):
-        if n == 0 and group.rank == 0:
+    {ranked}def test_it(self, group, n):
+        if group is None:  # a test without ranks
+            return
+        if n == 0 and os.environ["RANK"] == "0":
             print(len(sys.modules), file=open("modules", "w"))
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == 2
 """
-WAYS = {"fresh ranks": "", "reuse": "@reuse\n"}
+# A plugin of a few lines: what runs tests on forked ranks by pytest's own protocol cannot do less.
+BARE = """\
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+STEP, STORE = os.environ["STEP"], os.environ["STORE"]
+failed = 0
+
+
+def join(rank, number):
+    store = dist.FileStore(STORE + str(number), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
+@pytest.fixture
+def group(n):
+    if STEP == "plain":
+        return None
+    join(int(os.environ["RANK"]), n)
+    return dist.group.WORLD
+
+
+def bare(rank, number):
+    join(rank, number)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total.item() != 2)
+
+
+def by_protocol(item, rank):
+    os.environ["RANK"] = str(rank)
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+    return failed
+
+
+def pytest_runtest_logreport(report):
+    global failed
+    failed += not report.passed
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    torch.set_num_threads(1)
+    if STEP == "plain":
+        return None
+    session.config.pluginmanager.getplugin("capturemanager").suspend_global_capture(in_=True)
+    session.config.pluginmanager.unregister(name="terminalreporter")
+    gc.freeze()
+    for number, item in enumerate(session.items):
+        pids = []
+        for rank in range(2):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    code = bare(rank, number) if STEP == "collected" else by_protocol(item, rank)
+                finally:
+                    os._exit(code)
+            pids.append(pid)
+        for pid in pids:
+            assert os.waitpid(pid, 0)[1] == 0
+    return True
+"""
+FLOOR = """\
+import gc, os, sys
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+gc.freeze()
+for n in range({count}):
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"] + str(n), 2), rank=rank, world_size=2)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            os._exit(int(total.item() != 2))
+        pids.append(pid)
+    for pid in pids:
+        assert os.waitpid(pid, 0)[1] == 0
+"""
 # How often these are called depends on who is first.
 WAITS = (
     "epoll_wait", "epoll_pwait", "futex", "poll", "ppoll", "select", "pselect6", "wait4", "waitid", "restart_syscall",
@@ -54,13 +157,29 @@ _MAKES = re.compile(r"openat\(.*O_CREAT.* = \d|mkdir(?:at)?\(.* = 0")
 _REMOVES = re.compile(r"(?:unlink(?:at)?|rmdir)\(.* = 0")
 
 
-def _run(folder: Path, mark: str, count: int, *tracer: str) -> None:
-    (folder / "test_trivial.py").write_text(SUITE.format(mark=mark, count=count))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    subprocess.run(
-        [*tracer, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_trivial.py"],
-        cwd=folder, env=environment, check=True, capture_output=True,
-    )  # fmt: skip
+def _run(folder: Path, step: str, count: int, *tracer: str) -> None:
+    """Run ``count`` tests. Raises RuntimeError with the output where that fails."""
+    is_ours, mark = step.startswith("pytest-nsa"), "@reuse\n" if step.endswith("reuse") else ""
+    imports, ranked = ("from pytest_nsa import reuse, world_size\n", "@world_size(2)\n    ") if is_ours else ("", "")
+    (folder / "test_trivial.py").write_text(TEST.format(count=count, imports=imports, mark=mark, ranked=ranked))
+    command = [
+        *tracer,
+        sys.executable,
+        "-m",
+        "pytest",
+        *["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_trivial.py"],
+    ]
+    if step == "floor":
+        command = [sys.executable, "-c", FLOOR.format(count=count)]
+    elif not is_ours:
+        (folder / "conftest.py").write_text(BARE)
+        command += ["-p", "no:nsa"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "STEP": step}
+    with tempfile.TemporaryDirectory() as store:
+        environment["STORE"] = f"{store}/store"
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 5):  # 5: pytest itself has run no test
+        raise RuntimeError(f"{step}:\n{done.stdout}{done.stderr}")
 
 
 def _io() -> dict[str, int]:
@@ -68,46 +187,53 @@ def _io() -> dict[str, int]:
     return {n: int(v) for n, v in (line.split(":") for line in Path("/proc/self/io").read_text().splitlines())}
 
 
-def _of_processes(folder: Path, mark: str, count: int) -> dict[str, float]:
+def _of_processes(folder: Path, step: str, count: int) -> dict[str, float]:
     """Return the counts of a run over all of its processes, by the kernel's own counters."""
-    faults, io = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt, _io()
-    _run(folder, mark, count)
-    after = _io()
-    run = (folder / "artifacts" / "latest").resolve()
+    before, io = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
+    _run(folder, step, count)
+    after, more = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
+    system = 1e3 * (after.ru_stime - before.ru_stime)
     found = {
-        "minor faults": resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - faults,
-        "calls of write": after["syscw"] - io["syscw"],
-        "bytes written": after["wchar"] - io["wchar"],
-        "bytes left in artifacts": sum(path.stat().st_size for path in run.rglob("*") if path.is_file()),
-        "folders left in artifacts": sum(path.is_dir() for path in run.iterdir()),
+        "cpu_ms": system + 1e3 * (after.ru_utime - before.ru_utime),
+        "system_ms": system,
+        "minor faults": after.ru_minflt - before.ru_minflt,
+        "calls of write": more["syscw"] - io["syscw"],
+        "bytes written": more["wchar"] - io["wchar"],
     }
-    shutil.rmtree(folder / "artifacts")
+    if step in WAYS.values():
+        run = (folder / "artifacts" / "latest").resolve()
+        found["bytes left in artifacts"] = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+        found["folders left in artifacts"] = sum(path.is_dir() for path in run.iterdir())
+        shutil.rmtree(folder / "artifacts")
     return found
 
 
-def _of_a_test(folder: Path, mark: str) -> dict[str, float]:
-    few, many = _of_processes(folder, mark, FEW), _of_processes(folder, mark, MANY)
-    return {name: (many[name] - few[name]) / (MANY - FEW) for name in many}
+def _of_a_test(folder: Path, step: str, most: int = MANY) -> dict[str, float]:
+    few, many = _of_processes(folder, step, FEW), _of_processes(folder, step, most)
+    return {name: (many[name] - few[name]) / (most - FEW) for name in many}
 
 
-def _calls(folder: Path, mark: str, count: int) -> tuple[dict[str, list[int]], int, int]:
+def cpu_times(rounds: int) -> dict[str, dict[str, float]]:
+    """Return the medians of each step: milliseconds of CPU time, of it in the kernel, and minor faults, for a test."""
+    found: dict[str, list[dict[str, float]]] = {step: [] for step in STEPS}
+    for number in range(rounds):
+        for step in STEPS:
+            with tempfile.TemporaryDirectory() as folder:
+                found[step].append(_of_a_test(Path(folder), step, TESTS.get(step, 104)))
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    names = ("cpu_ms", "system_ms", "minor faults")
+    return {
+        step: {name.replace(" ", "_"): round(statistics.median(row[name] for row in rows), 1) for name in names}
+        for step, rows in found.items()
+    }
+
+
+def _calls(folder: Path, step: str, count: int) -> tuple[dict[str, list[int]], int, int]:
     """Return, by strace, the system calls of each test in each kind of process, and how many files all have made and removed."""
     traces = folder / "traces"
     traces.mkdir()
-    _run(
-        folder,
-        mark,
-        count,
-        "strace",
-        "-ff",
-        "-qq",
-        "-s",
-        "60",
-        "-e",
-        f"trace=!{','.join(WAITS)}",
-        "-o",
-        str(traces / "of"),
-    )
+    options = ("-ff", "-qq", "-s", "60", "-e", f"trace=!{','.join(WAITS)}", "-o", str(traces / "of"))
+    _run(folder, step, count, "strace", *options)
     found: dict[str, list[int]] = {kind: [] for kind in _KINDS.values()}
     made = removed = 0
     for path in traces.iterdir():
@@ -128,10 +254,10 @@ def _calls(folder: Path, mark: str, count: int) -> tuple[dict[str, list[int]], i
     return found, made, removed
 
 
-def _of_calls(folder: Path, mark: str) -> dict[str, float]:
+def _of_calls(folder: Path, step: str) -> dict[str, float]:
     """Return the counts of a test that strace shows. Of calls the lower quartile: in other tests a process has looked again."""
-    _, made, removed = _calls(folder, mark, FEW)
-    calls, more_made, more_removed = _calls(folder, mark, MANY)
+    _, made, removed = _calls(folder, step, FEW)
+    calls, more_made, more_removed = _calls(folder, step, MANY)
     found: dict[str, float] = {
         f"system calls of {kind}": statistics.quantiles(each, method="inclusive")[0] for kind, each in calls.items()
     }
@@ -144,13 +270,14 @@ def _of_calls(folder: Path, mark: str) -> dict[str, float]:
 def count(*, with_strace: bool) -> dict[str, float]:
     """Return the counts by row: 'fresh ranks: minor faults'."""
     rows: dict[str, float] = {}
-    for way, mark in WAYS.items():
+    for way, step in WAYS.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            found = _of_a_test(folder, mark)
+            found = _of_a_test(folder, step)
+            del found["cpu_ms"], found["system_ms"]
             found["modules in the zygote"] = int((folder / "modules").read_text())
             if with_strace:
-                found |= _of_calls(folder, mark)
+                found |= _of_calls(folder, step)
         rows |= {f"{way}: {what}": round(number, 1) for what, number in found.items()}
     return rows
 

@@ -2,9 +2,8 @@
 
     python benchmarks/diagnosis.py --json benchmarks/results/diagnosis.json [--tools [N]]
 
-Every fault of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s; those in
-libraries, where these are installed. Times to announcement and to verdict are counted from when the ranks stalled. Then two ranks
-make 1,000 healthy steps with both cores busy: any announcement there is a false alarm.
+Every live program of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Times to announcement and to
+verdict are counted from when the ranks stalled.
 ``--tools`` runs the same functions on ranks without this plugin: as torch leaves them (its own time limit 8 s), with
 TORCH_DISTRIBUTED_DEBUG=DETAIL, with a monitored_barrier after them, inside a test with
 pytest-timeout alone (6 s), and with what the field looks at: torch's flight recorder and analyzer, its debug server, py-spy.
@@ -30,90 +29,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from figures import keep, parser_of
+from figures import keep, parser_of, run_tests
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PROGRAMS = ROOT / "tests_cpu" / "faults" / "programs"
 TOOL_LIMIT_S = 20
-HEALTHY = """
-import subprocess, sys
-import torch
-import torch.distributed as dist
-from pytest_nsa import world_size
-
-@world_size(2)
-def test_a_thousand_steps(ddp):
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(1)]
-    model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(1000):
-        optimizer.zero_grad()
-        model(torch.randn(8, 32)).sum().backward()
-        optimizer.step()
-    for other in others:
-        other.kill()
-        other.wait()
-"""
 
 
-def faults(module: str) -> dict[str, Any]:
-    """Return the rows of a file's programs, by test; without those that need a library which is not installed."""
+def faults() -> dict[str, tuple[str, Any]]:
+    """Return the file and the row of each live program by its test; without those that need a library which is not installed."""
     from tests_cpu.faults.test_corpus import list_programs, rows_by_program  # the repository is on the path by now
 
-    rows = {name: rows_by_program()[name] for file, name, _ in list_programs() if file == module}
-    return {name: row for name, row in rows.items() if not row.needs or importlib.util.find_spec(row.needs)}
+    found = {name: (file, rows_by_program()[name]) for file, name, _ in list_programs()}
+    return {name: pair for name, pair in found.items() if not pair[1].needs or importlib.util.find_spec(pair[1].needs)}
 
 
-def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, dict[str, Any], float | None]]:
-    """Yield (test, its verdict, seconds of the stall when it was announced) of each fault in a module."""
-    shutil.copy(PROGRAMS / f"{module}.py", folder / "test_planted.py")
+def run_corpus(folder: Path, workers: int) -> Iterator[tuple[str, dict[str, Any], float | None]]:
+    """Yield (test, its verdict, seconds of the stall when it was announced) of each fault."""
+    for program in PROGRAMS.glob("[!_]*.py"):
+        shutil.copy(program, folder / f"test_{program.name}")
     (folder / "conftest.py").write_text("from tests_cpu.faults.planting import faulty_rank\n")
     options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", str(workers),
-         "--rootdir", str(folder), *(a for o in options for a in ("-o", o))],
-        cwd=folder, capture_output=True, check=False,
-    )  # fmt: skip
+    found = run_tests(folder, *(word for option in options for word in ("-o", option)), workers=workers)
     run = folder / "artifacts" / "latest"
-    for line in (run / "verdicts.jsonl").read_text().splitlines():
-        verdict = json.loads(line)
+    for verdict in found.values():
         told = run / verdict["folder"] / "suspicions.jsonl"
         first = json.loads(told.read_text().splitlines()[0]) if told.is_file() else None
         yield verdict["nodeid"].partition("::")[2], verdict, first and first["stalled_s"]
-
-
-def kept(
-    work: Path | None, module: str, temporary: Path, workers: int
-) -> list[tuple[str, dict[str, Any], float | None]]:
-    """Return what `run_corpus` gives for a module, from ``work`` where it has run before; else run it, and keep it there."""
-    lines = work.read_text().splitlines() if work is not None and work.is_file() else []
-    known = {entry["module"]: entry["results"] for entry in map(json.loads, lines)}
-    if module not in known:
-        folder = temporary / module
-        folder.mkdir()
-        known[module] = list(run_corpus(module, folder, workers))
-        print(f"{module}: {len(known[module])} faults", file=sys.stderr, flush=True)
-        if work is not None:
-            with work.open("a") as log:
-                log.write(json.dumps({"module": module, "results": known[module]}) + "\n")
-    return [(test, verdict, told) for test, verdict, told in known[module]]
-
-
-def healthy(folder: Path) -> dict[str, Any]:
-    """Run 1,000 healthy steps under load; return the outcomes, and the number of announcements."""
-    (folder / "test_healthy.py").write_text(HEALTHY)
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--ranks-keep", "all", "test_healthy.py"],
-        cwd=folder, capture_output=True, check=False,
-    )  # fmt: skip
-    run = folder / "artifacts" / "latest"
-    outcomes = [json.loads(line)["outcome"] for line in (run / "verdicts.jsonl").read_text().splitlines()]
-    announced = run / "announcements.jsonl"
-    return {
-        "outcomes": outcomes,
-        "announcements": len(announced.read_text().splitlines()) if announced.is_file() else 0,
-    }
 
 
 def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[str, Any]:
@@ -128,20 +71,8 @@ def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[st
     if mode == "pytest-timeout":
         test = Path(folder) / "test_fault.py"
         test.write_text(f"import subprocess\ndef test_fault():\n    assert subprocess.call({command!r}) == 0\n")
-        options = [
-            "-q",
-            "-s",
-            "-p",
-            "no:nsa",
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            "/dev/null",
-            "--rootdir",
-            folder,
-            "--timeout=6",
-        ]
-        command = [sys.executable, "-m", "pytest", *options, str(test)]
+        options = ["-q", "-s", "-p", "no:nsa", "-p", "no:cacheprovider", "-c", "/dev/null", "--timeout=6"]
+        command = [sys.executable, "-m", "pytest", *options, f"--rootdir={folder}", str(test)]
     started = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -218,37 +149,29 @@ def main() -> None:
         "--tools", type=int, nargs="?", const=1, default=0, metavar="N",
         help="also what others say without this plugin, of every Nth fault (default: of all)",
     )  # fmt: skip
-    parser.add_argument(
-        "--work", type=Path, help="a file that keeps each module's results: after an interrupt it goes on there"
-    )
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     matrix: Counter[tuple[str, str]] = Counter()
-    wrong, announced, verdict_after, every = [], [], [], []
+    wrong, announced, verdict_after, lines = [], [], [], {}
+    planted = faults()
     with tempfile.TemporaryDirectory() as name:
-        for module in sorted(path.stem for path in PROGRAMS.glob("[!_]*.py")):
-            expected = faults(module)
-            lines = {}
-            for test, verdict, told in kept(arguments.work, module, Path(name), arguments.workers):
-                planted = expected.get(test)
-                if planted is None:
-                    continue
-                matrix[planted.cause, verdict["cause"] or verdict["outcome"]] += 1
-                if (planted.cause, list(planted.ranks)) != (verdict["cause"], verdict["ranks"]):
-                    wrong.append({"test": test, "planted": [planted.cause, planted.ranks], "told": verdict["reason"]})
-                if told is not None:
-                    announced.append(told)
-                verdict_after.append(verdict["stalled_s"] + verdict["time_to_verdict_s"])
-                found = re.match(r"test_planted\.py:(\d+) ", verdict["where"])
-                lines[test] = found[1] if found is not None else ""
-            every += [(module, test, planted, lines.get(test, "")) for test, planted in expected.items()]
-        (Path(name) / "healthy").mkdir()
-        calm = healthy(Path(name) / "healthy")
+        for test, verdict, told in run_corpus(Path(name), arguments.workers):
+            if test not in planted:
+                continue
+            file, row = planted[test]
+            matrix[row.cause, verdict["cause"] or verdict["outcome"]] += 1
+            if (row.cause, list(row.ranks)) != (verdict["cause"], verdict["ranks"]):
+                wrong.append({"test": test, "planted": [row.cause, row.ranks], "told": verdict["reason"]})
+            if told is not None:
+                announced.append(told)
+            verdict_after.append(verdict["stalled_s"] + verdict["time_to_verdict_s"])
+            found = re.match(rf"test_{file}\.py:(\d+) ", verdict["where"])
+            lines[test] = found[1] if found is not None else ""
+    every = [(file, test, row, lines.get(test, "")) for test, (file, row) in planted.items()]
     figures: dict[str, Any] = {
         "faults": len(every), "right": len(every) - len(wrong), "wrong": wrong,
         "announced_after_s": {"median": statistics.median(announced), "worst": max(announced), "n": len(announced)},
         "verdict_after_s": {"median": statistics.median(verdict_after), "worst": max(verdict_after)},
-        "a_thousand_healthy_steps": calm,
         "matrix": {f"{planted} -> {told}": n for (planted, told), n in sorted(matrix.items())},
     }  # fmt: skip
     keep(figures, arguments.json)

@@ -1,13 +1,20 @@
-"""What every benchmark does with its figures: add the machine and the versions, print them, keep them where ``--json`` names."""
+"""What every benchmark does with its figures: add the machine and the versions, print them, keep them where ``--json`` names.
+
+python benchmarks/figures.py JUNIT EXIT_CODE OUT keeps outcome and seconds of every test of a JUnit file.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -36,3 +43,44 @@ def keep(figures: dict[str, Any], path: Path | None) -> None:
     print(text)
     if path is not None:
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def run_tests(folder: Path, *options: str, workers: int = 0, **variables: str) -> dict[str, dict[str, Any]]:
+    """Run the tests of a folder, ``workers`` at a time; return the last verdict of each. The run is FOLDER/artifacts/latest."""
+    plain = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        "-p",
+        "xdist",
+        "-n",
+        str(workers),
+        f"--rootdir={folder}",
+    )
+    command = [sys.executable, "-m", "pytest", *plain, "-c", os.devnull, *options, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    subprocess.run(command, cwd=folder, capture_output=True, check=False, env=environment)
+    lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
+    return {verdict["nodeid"]: verdict for verdict in map(json.loads, lines)}
+
+
+def keep_junit(junit: str, exit_code: str, out: str) -> None:
+    """Read a JUnit file; print and keep its figures."""
+    cases = list(ElementTree.parse(junit).iter("testcase"))
+    kinds = ("failure", "error", "skipped")
+    tests = [
+        {
+            "name": case.get("name"),
+            "outcome": next((kind for kind in kinds if case.find(kind) is not None), "passed"),
+            "seconds": float(case.get("time") or 0),
+        }
+        for case in cases
+    ]
+    cuda = {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
+    keep({**cuda, "exit_code": int(exit_code), "tests": tests}, Path(out))
+
+
+if __name__ == "__main__":
+    keep_junit(*sys.argv[1:])

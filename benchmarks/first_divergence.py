@@ -10,16 +10,13 @@ no statement may be named.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from figures import keep, parser_of
+from figures import keep, parser_of, run_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -126,13 +123,9 @@ def program(form: str, rng: random.Random, *, is_healthy: bool) -> str:
 
 def run(folder: Path, *options: str, **variables: str) -> dict[str, dict[str, Any]]:
     """Run the programs of a folder; return the last verdict of each, by its file."""
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", "2", "--rootdir",
-         str(folder), "--ranks-keep", "all", "-o", "ranks_timeout=30", "-o", "ranks_hang_after=3", *options],
-        cwd=folder, capture_output=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )  # fmt: skip
-    lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
-    return {verdict["nodeid"].partition("::")[0]: verdict for verdict in map(json.loads, lines)}
+    limits = ("--ranks-keep", "all", "-o", "ranks_timeout=30", "-o", "ranks_hang_after=3")
+    found = run_tests(folder, *limits, *options, workers=2, **variables)
+    return {nodeid.partition("::")[0]: verdict for nodeid, verdict in found.items()}
 
 
 def score(folder: Path, file: str, verdict: dict[str, Any]) -> dict[str, Any]:

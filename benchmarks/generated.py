@@ -9,10 +9,8 @@ counted. `--record NAME` keeps the evidence with its labels in tests_cpu/faults/
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from figures import keep, parser_of
+from figures import keep, parser_of, run_tests
 from programs import HEAD, drawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -166,14 +164,9 @@ def run(programs: list[Program], folder: Path, workers: int, record: str = "") -
     """
     for p in programs:
         (folder / f"{p.name}.py").write_text(HEAD + p.text)
-    options = ("ranks_hang_after=2.5", "ranks_timeout=16")
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", str(workers),
-         "-c", "/dev/null", "--rootdir", str(folder), *(a for o in options for a in ("-o", o)), str(folder)],
-        cwd=folder, capture_output=True, check=False,
-    )  # fmt: skip
-    lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
-    verdicts = {v["nodeid"].rpartition("::")[2]: v for v in map(json.loads, lines)}
+    options = ("-o", "ranks_hang_after=2.5", "-o", "ranks_timeout=16", "--ranks-rerun", "off")  # the model alone
+    found = run_tests(folder, *options, workers=workers)
+    verdicts = {nodeid.rpartition("::")[2]: verdict for nodeid, verdict in found.items()}
     counted = [p for p in programs if verdicts[p.name].get("cause")]
     if record:
         keep_evidence(record, counted, folder)

@@ -35,5 +35,5 @@ for stage in ${2:-tests attention decode train}; do
   esac
 done
 [ -f "$out/gpu_junit.xml" ] || exit "$status"
-python benchmarks/junit_figures.py "$out/gpu_junit.xml" "$status" "$out/gpu.json"
+python benchmarks/figures.py "$out/gpu_junit.xml" "$status" "$out/gpu.json"
 exit "$status"

@@ -6,7 +6,7 @@ torch, FileStore, gloo, all_reduce, exit. Peers that are not installed are left 
     python benchmarks/harness.py --rounds 5 --json benchmarks/results/harness.json
 
 `--check` measures no time: it counts what a busy machine does not change, and compares it with what
-benchmarks/results/harness_counts.json has.
+benchmarks/results/harness_counts.json has. `--cpu --json benchmarks/results/rank_cost.json` measures CPU time (counts.py).
 
 The times of pytest-nsa, MultiProcessTestCase and MultiProcContinuousTest are those of each test but the first, which waits for
 imports and ranks. Those of torchrun and spawn are whole, as every test pays them.
@@ -193,9 +193,13 @@ def main() -> None:
         "--check", action="store_true", help="count, compare with harness_counts.json, and fail where a row is worse"
     )
     parser.add_argument("--count", action="store_true", help="count, and write harness_counts.json")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time, from the floor to pytest-nsa")
     arguments = parser.parse_args()
     if arguments.check or arguments.count:
         sys.exit(counts.check() if arguments.check else counts.write())
+    if arguments.cpu:
+        keep({"steps": counts.cpu_times(arguments.rounds)}, arguments.json)
+        return
     torch.set_num_threads(1)
     times, failed = measure(arguments.rounds, arguments.only)
     medians = {way: statistics.median(found) for way, found in times.items() if found}

@@ -11,4 +11,4 @@ plugin=()
 python -c 'import importlib.metadata as m; m.distribution("pytest-nsa")' 2>/dev/null || plugin=(-p pytest_nsa.plugin)
 timeout 560 python -m pytest "${plugin[@]}" tests_gpu/test_nccl.py tests_gpu/test_plan.py -m gpu -v \
   --junitxml="$out/nccl_junit.xml" --artifacts "$out/nccl_artifacts"
-python benchmarks/junit_figures.py "$out/nccl_junit.xml" "$?" "$out/nccl.json"
+python benchmarks/figures.py "$out/nccl_junit.xml" "$?" "$out/nccl.json"

@@ -107,15 +107,6 @@ def test_hang_under_a_stopped_clock(FIXTURES):  # failure: extra_collective, ran
 
 
 @world_size(2)
-@pytest.mark.timeout(8)
-def test_limit_under_a_stopped_clock(FIXTURES):  # failure: lock_deadlock, rank 0
-    STOP
-    if group.rank == 0:
-        threading.Event().wait()
-    dist.barrier()
-
-
-@world_size(2)
 def test_clock_of_each_rank(FIXTURES):  # failure: assertion, rank 1
     STOP
     before = time.time()
@@ -153,43 +144,33 @@ def test_builtins(group, mocker):  # failure: assertion, rank 1
 
 
 @world_size(2)
-def test_processes_and_threads(group, mocker):  # passed
-    for name in ("os.path.exists", "pathlib.Path.exists", "subprocess.Popen", "threading.Thread.start"):
-        mocker.patch(name, return_value=False)
-    dist.barrier()
-
-
-@world_size(2)
 def test_a_collective(group, mocker):  # passed
     mocked = mocker.patch("torch.distributed.all_reduce")
     dist.all_reduce(torch.ones(1))
     mocked.assert_called_once()
 """
-BENCHMARK = """
-@world_size(2)
-def test_measured(group, benchmark):  # passed
-    benchmark.pedantic(dist.barrier, rounds=3)
+ASYNC = """
+import asyncio, pytest_asyncio
 
-
-@world_size(2)
-def test_measured_and_fails(group, benchmark):  # failure: assertion, rank 1
-    assert benchmark.pedantic(lambda: group.rank, rounds=1) == 0
-
-
-def test_measured_without_ranks(benchmark):  # passed
-    benchmark.pedantic(int, rounds=3)
-"""
-MEMRAY = """
-@world_size(2)
-@pytest.mark.limit_memory("8 MB")
-def test_takes_too_much(group):  # failure: assertion, rank 1
-    assert bytearray(group.rank << 24) is not None
-
+@pytest_asyncio.fixture
+async def queue(group):
+    queue = asyncio.Queue()
+    queue.put_nowait(group.rank)
+    yield queue, asyncio.get_running_loop()
 
 @world_size(2)
-@pytest.mark.limit_memory("1 GB")
-def test_takes_little(group):  # passed
-    dist.barrier()
+async def test_reduces(queue, group):  # passed
+    numbers, loop = queue
+    assert asyncio.get_running_loop() is loop
+    value = torch.tensor([await numbers.get()])
+    await asyncio.to_thread(dist.all_reduce(value, async_op=True).wait)
+    assert value.item() == 1
+
+class TestMethods:
+    @world_size(2)
+    async def test_coroutine_fails(self, group):  # failure: assertion, rank 1
+        await asyncio.sleep(0)
+        assert group.rank == 0
 """
 DJANGO = """
 @world_size(2)
@@ -200,19 +181,6 @@ def test_database_of_each_rank(group):  # passed
     Group.objects.create(name=f"of {group.rank}")
     dist.barrier()
     assert [str(found) for found in Group.objects.all()] == [f"of {group.rank}"]
-
-
-@world_size(2)
-def test_refused_database(group):  # failure: assertion, ranks 0 and 1
-    from django.contrib.auth.models import Group
-
-    Group.objects.create(name="refused")
-
-
-@world_size(2)
-def test_settings_of_each_rank(group, settings):  # passed
-    settings.TIME_ZONE = "Asia/Tokyo"
-    dist.barrier()
 
 
 @pytest.mark.django_db
@@ -243,140 +211,25 @@ def django_db_modify_db_settings():
             connection.settings_dict["TEST"]["NAME"] += os.environ["RANK"]
 """,
 }
-BDD = """
-from pytest_bdd import given, parsers, scenario, then, when
-
-
-@world_size(2)
-@scenario("sums.feature", "Ranks add")
-def test_steps_pass():  # passed
-    pass
-
-
-@world_size(2)
-@scenario("sums.feature", "A rank is wrong")
-def test_a_step_fails():  # failure: assertion, rank 1
-    pass
-
-
-@given("a group", target_fixture="total")
-def total(group):
-    return torch.ones(1)
-
-
-@when("the ranks add")
-def add(total):
-    dist.all_reduce(total)
-
-
-@then(parsers.parse("rank {rank:d} has {number:d}"))
-def has(group, total, rank, number):
-    assert group.rank != rank or total.item() == number
+# Without options.
+PLAIN_NAMES = """
+pytest-benchmark pytest-bdd pytest-describe
+pytest-randomly pytest-rerunfailures pytest-retry flaky pytest-dependency pytest-forked pytest-asyncio anyio
+pytest-trio hypothesis syrupy inline-snapshot pytest-regressions pytest-check
+pytest-github-actions-annotate-failures pytest-sugar pytest-pretty pytest-clarity pytest-icdiff pytest-repeat
+pytest-order pytest-socket pytest-env pytest-dotenv pytest-run-parallel typeguard pytest-beartype pyfakefs
+pytest-playwright nbval
 """
-BDD_FILES = {
-    "sums.feature": """
-Feature: Sums
-  Scenario: Ranks add
-    Given a group
-    When the ranks add
-    Then rank 1 has 2
-
-  Scenario: A rank is wrong
-    Given a group
-    When the ranks add
-    Then rank 1 has 3
-"""
-}
-DESCRIBE = """
-def describe_a_group():
-    def describe_of_two():
-        @pytest.fixture
-        def one():
-            return torch.ones(1)
-
-        @world_size(2)
-        def test_described(group, one):  # passed
-            dist.all_reduce(one)
-            assert one.item() == 2
-
-        @world_size(2)
-        def test_described_and_fails(group, one):  # failure: assertion, rank 1
-            assert one.item() + group.rank == 1
-"""
-MPL = """
-def figure_of(values):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2, 2))
-    figure.add_subplot().plot(values)
-    return figure
-
-
-@world_size(2)
-@pytest.mark.mpl_image_compare(filename="line.png")
-def test_figure(group):  # passed
-    return figure_of([1, 2])
-
-
-@world_size(2)
-@pytest.mark.mpl_image_compare(filename="line.png")
-def test_figure_of_one_rank_differs(group):  # failure: assertion, rank 1
-    return figure_of([1, 2 + 7 * group.rank])
-
-
-@pytest.mark.mpl_image_compare(filename="line.png")
-def test_figure_without_ranks():  # passed
-    return figure_of([1, 2])
-"""
-MPL_FILES = {
-    "conftest.py": """
-import os
-import pathlib
-
-import matplotlib.style
-
-
-def pytest_sessionstart(session):
-    from test_neighbours import figure_of
-
-    if not pathlib.Path("baseline").is_dir():
-        pathlib.Path("baseline").mkdir()
-        with matplotlib.style.context("classic"):
-            figure_of([1, 2]).savefig("baseline/line.png")
-
-
-def pytest_runtest_setup(item):
-    if "RANK" in os.environ:
-        for plugin in item.config.pluginmanager.get_plugins():
-            if hasattr(plugin, "make_test_results_dir"):
-                plugin.results_dir = plugin.results_dir / os.environ["RANK"]
-"""
-}
-
-
 NEIGHBOURS = (
+    *map(Neighbour, PLAIN_NAMES.split()),
     Neighbour("pytest-timeout", ("--timeout-method=thread",), "--timeout-method=thread"),
     Neighbour("pytest-xdist", ("-n", "2"), "-n 2"),
     Neighbour("pytest-xdist", ("-n", "2", "--dist", "worksteal"), "-n 2 --dist worksteal"),
     Neighbour("pytest-cov", ("--cov=.",), "--cov"),
-    Neighbour("pytest-randomly"),
-    Neighbour("pytest-rerunfailures"),
     Neighbour("pytest-rerunfailures", ("--reruns", "1"), "--reruns 1"),
-    Neighbour("pytest-retry"),
-    Neighbour("flaky"),
-    Neighbour("pytest-dependency"),
-    Neighbour("pytest-forked"),
     Neighbour("pytest-forked", ("--forked",), "--forked"),
-    Neighbour("pytest-asyncio"),
-    Neighbour("pytest-asyncio", ("-o", "asyncio_mode=auto"), "auto mode"),
-    Neighbour("anyio"),
-    Neighbour("pytest-trio"),
-    Neighbour("hypothesis"),
-    Neighbour("syrupy"),
-    Neighbour("inline-snapshot"),
-    Neighbour("pytest-regressions"),
-    Neighbour("pytest-check"),
-    Neighbour("pytest-mock", what="mocked clocks, files, processes", uses=MOCK),
+    Neighbour("pytest-asyncio", ("-o", "asyncio_mode=auto"), "auto mode", ASYNC),
+    Neighbour("pytest-mock", what="mocked clocks and files", uses=MOCK),
     Neighbour(
         "freezegun",
         what="`freeze_time`",
@@ -395,38 +248,19 @@ NEIGHBOURS = (
         what="`time_machine`",
         uses=stop_clocks("group, time_machine", "time_machine.move_to('2020-01-01', tick=False)"),
     ),
-    Neighbour("pytest-benchmark", what="`benchmark`", uses=BENCHMARK),
     Neighbour("pytest-profiling", ("--profile",), "--profile"),
     Neighbour("pytest-testmon", ("-p", "cacheprovider", "--testmon"), "--testmon"),
     Neighbour("pytest-django", ("--ds=settings_of_the_site",), "a database per rank", DJANGO, DJANGO_FILES),
-    Neighbour("pytest-bdd", what="`scenario`", uses=BDD, files=BDD_FILES),
-    Neighbour("pytest-describe", what="nested tests", uses=DESCRIBE),
-    Neighbour("pytest-mpl", ("--mpl",), "--mpl", MPL, MPL_FILES),
+    Neighbour("pytest-mpl", ("--mpl",), "--mpl"),
     Neighbour("pytest-html", ("-p", "metadata", "--html=report.html"), "--html"),
     Neighbour("pytest-json-report", ("--json-report",), "--json-report"),
     Neighbour("pytest-md", ("--md", "report.md"), "--md"),
     Neighbour("pytest-reportlog", ("--report-log=log.jsonl",), "--report-log"),
     Neighbour("allure-pytest", ("--alluredir=allure",), "--alluredir"),
-    Neighbour("pytest-github-actions-annotate-failures"),
-    Neighbour("pytest-sugar"),
     Neighbour("pytest-rich", ("--rich",), "--rich"),
-    Neighbour("pytest-pretty"),
     Neighbour("pytest-instafail", ("--instafail",), "--instafail"),
-    Neighbour("pytest-clarity"),
-    Neighbour("pytest-icdiff"),
-    Neighbour("pytest-repeat"),
-    Neighbour("pytest-order"),
     Neighbour("pytest-split", ("--splits", "1", "--group", "1"), "--splits"),
-    Neighbour("pytest-socket"),
-    Neighbour("pytest-env"),
-    Neighbour("pytest-dotenv"),
-    Neighbour("pytest-memray", ("--memray",), "--memray", MEMRAY),
-    Neighbour("pytest-run-parallel"),
-    Neighbour("typeguard"),
-    Neighbour("pytest-beartype"),
-    Neighbour("pyfakefs"),
-    Neighbour("pytest-playwright"),
-    Neighbour("nbval"),
+    Neighbour("pytest-memray", ("--memray",), "--memray"),
 )
 
 

@@ -4,6 +4,9 @@
 
 The model has N linear layers of 8 x 8. Traced and bare steps take turns in one process; the cost is the median difference of
 neighbours. The first 100 changes of phase, each of which writes a line, are not counted. `light` is NSA_TRACE_LEVEL=light.
+
+The recording of control flow, as in a second run: a step of the model under DDP, a step of configs/tiny_cpu.yaml, and Python alone,
+with the recording and without it in turn; the ratio is the median of the pairs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +29,7 @@ import torch.distributed as dist
 from figures import keep, parser_of
 from torch.nn.parallel import DistributedDataParallel
 
-WARM, PAIRS = 50, 400
+WARM, PAIRS, FLOW_PAIRS = 50, 400, 9
 CASES: tuple[dict[str, Any], ...] = (
     {"modules": 1, "ddp": False, "light": False},
     {"modules": 13, "ddp": False, "light": False},
@@ -34,6 +39,8 @@ CASES: tuple[dict[str, Any], ...] = (
     # Nine linear layers of 256 and eight ReLU, a batch of 64, two ranks: a small but real step.
     {"modules": 17, "ddp": True, "light": False, "width": 256, "ranks": 2},
     {"modules": 17, "ddp": True, "light": True, "width": 256, "ranks": 2},
+    {"collective": True},
+    {"flow": True},
 )
 
 
@@ -100,6 +107,74 @@ def collective_cost() -> dict[str, float]:
     return {"added_us": added, "all_reduce_us": alone}
 
 
+def ddp_steps() -> Callable[[], None]:
+    """Return a function that runs 20 steps of a model of 12 layers under DDP."""
+    layers = [layer for _ in range(12) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def run() -> None:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+
+    return run
+
+
+def training_step() -> Callable[[], None]:
+    """Return a function that runs a step of the smallest transformer."""
+    import nsa
+
+    config = nsa.load_config(Path(__file__).resolve().parents[1] / "configs" / "tiny_cpu.yaml")
+    model = nsa.build_model(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, config.model.vocab_size, (1, 257))
+
+    def run() -> None:
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return run
+
+
+def python_alone() -> None:
+    """Count words, as code that prepares data does."""
+    counts: dict[str, int] = {}
+    for number in range(60_000):
+        word = str(number % 997)
+        if len(word) > 1:
+            counts[word] = counts.get(word, 0) + 1
+
+
+def flow_cost() -> dict[str, float]:
+    """Return by how many times the recording of control flow lengthens each workload."""
+    from nsa.trace.flow.recorder import FlowRecorder
+    from nsa.trace.session import installed
+
+    session, ratios = installed(), {}
+    for name, run in {"ddp_step": ddp_steps(), "tiny_cpu_step": training_step(), "python_alone": python_alone}.items():
+        run()
+        found = []
+        for number in range(FLOW_PAIRS):
+            began = time.perf_counter()
+            run()
+            bare = time.perf_counter() - began
+            with tempfile.TemporaryDirectory() as folder:
+                recorder = FlowRecorder(Path(folder) / f"{number}.bin")
+                session.recorder.on_call = recorder.call
+                recorder.start()
+                began = time.perf_counter()
+                run()
+                found.append((time.perf_counter() - began) / bare)
+                recorder.stop()
+            session.recorder.on_call = None
+        ratios[name] = statistics.median(found)
+    return ratios
+
+
 def main() -> None:
     """Measure each case in a process of its own, print, keep."""
     parser = parser_of(__doc__)
@@ -108,15 +183,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.case is not None:
         torch.set_num_threads(1)
-        case, rank, store = dict(CASES[arguments.case]) if arguments.case < len(CASES) else {}, *arguments.at
+        case, rank, store = CASES[arguments.case], *arguments.at
         ranks = case.get("ranks", 1)
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=int(rank), world_size=ranks)
-        found = step_cost(case["modules"], ddp=case["ddp"], width=case.get("width", 8)) if case else collective_cost()
-        print(json.dumps(found))
+        if "modules" in case:
+            print(json.dumps(step_cost(case["modules"], ddp=case["ddp"], width=case.get("width", 8))))
+        else:
+            print(json.dumps(flow_cost() if "flow" in case else collective_cost()))
         return
     found = []
-    for number in range(len(CASES) + 1):
-        case = dict(CASES[number]) if number < len(CASES) else {"collective": True}
+    for number, case in enumerate(CASES):
         environment = {**os.environ, "NSA_TRACE_LEVEL": "light" if case.get("light") else "full"}
         with tempfile.TemporaryDirectory() as folder:
             started = [

@@ -1,5 +1,5 @@
 """Makes docs/images: the terminal, wide and of 80 columns, and report.html of examples/downstream as it is; the report on a phone,
-in the dark, of 64 ranks; the plan's decision tree; two runs compared.
+in the dark, of 64 ranks.
 
 `python docs/pictures.py` needs the extra `docs`, and Debian's chromium for all but the terminal (else those stay as they are).
 """
@@ -42,30 +42,6 @@ def test_sixty_four(group):
         dist.all_reduce(torch.ones(8))
         copy_to_disk(step)
 """
-STEPS = """
-import os
-import time
-import torch
-from pytest_nsa import world_size
-
-@world_size(2)
-def test_steady(ddp):
-    train(ddp, 0.05)
-
-@world_size(2)
-def test_slower(ddp):
-    train(ddp, 0.07 if os.environ.get("CHANGED") else 0.05)
-
-@world_size(2)
-def test_fails(group):
-    assert group.rank == 0 or not os.environ.get("CHANGED"), "the loss is 3.1, not below 2"
-
-def train(ddp, seconds):
-    model = ddp.wrap(torch.nn.Linear(4, 4))
-    for _ in range(14):
-        model(torch.ones(2, 4)).sum().backward()
-        time.sleep(seconds)
-"""
 
 
 def run_example(folder: Path, width: int = WIDTH) -> str:
@@ -100,48 +76,24 @@ def photograph(page: Path, picture: Path, size: str = "1200,1000", *options: str
     )  # fmt: skip
 
 
-def run_tests(folder: Path, *arguments: str, where: Path | None = None, **variables: str) -> Path:
+def run_tests(folder: Path, *arguments: str, **variables: str) -> Path:
     """Run pytest, and return the folder of the run."""
     artifacts = folder / "artifacts"
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--ranks-artifacts={artifacts}", *arguments],
-        cwd=where or folder, env={**os.environ, **variables}, capture_output=True, check=False,
+        cwd=folder, env={**os.environ, **variables}, capture_output=True, check=False,
     )  # fmt: skip
     return (artifacts / "latest").resolve()
 
 
 def photograph_more(folder: Path, report: Path) -> None:
-    """The same report on a phone and in the dark, one of 64 ranks, the plan's tree, and two runs compared."""
+    """The same report on a phone and in the dark, and one of 64 ranks."""
     photograph(report, IMAGES / "report_phone.png", "390,1300")
     photograph(report, IMAGES / "report_dark.png", "1200,700", DARK)
-    for name, source in (("many", MANY), ("steps", STEPS)):
-        (folder / name).mkdir()
-        (folder / name / f"test_{name}.py").write_text(source, encoding="utf-8")
+    (folder / "many").mkdir()
+    (folder / "many" / "test_many.py").write_text(MANY, encoding="utf-8")
     many = run_tests(folder / "many", "-o", "ranks_hang_after=3")
     photograph(many / "report.html", IMAGES / "report_64_ranks.png", "1200,940")
-    before = run_tests(folder / "steps")
-    after = run_tests(folder / "steps", CHANGED="1")
-    page = folder / "compare.html"
-    subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "compare", str(before), str(after), "--html", str(page)],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    photograph(page, IMAGES / "compare.png", "1000,420")
-    plan = run_tests(folder, "tests_cpu/plan/test_plan.py", "--phases=1-5", "--fault=gc_reentrant", where=ROOT)
-    text = (plan / "report.html").read_text(encoding="utf-8")
-    style = text.partition("<style>")[2].partition("</style>")[0]
-    drawn = (
-        "<svg"
-        + text.partition('class="way"')[0].rpartition("<svg")[2]
-        + 'class="way"'
-        + text.partition('class="way"')[2]
-    )
-    tree = folder / "tree.html"
-    tree.write_text(
-        f"<!doctype html><meta charset=utf-8><style>{style}</style>{drawn.partition('</svg>')[0]}</svg>",
-        encoding="utf-8",
-    )
-    photograph(tree, IMAGES / "tree.png", "460,1000")
 
 
 def main() -> int:

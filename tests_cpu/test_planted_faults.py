@@ -228,40 +228,6 @@ def test_a_fault_s_rank_is_one_that_the_plan_has(tmp_path: Path) -> None:
     done.stderr.fnmatch_lines(["*--fault-rank 3: the plan has ranks 0 to 2 (--plan-ranks 3)*"])
 
 
-@pytest.mark.slow
-def test_deadlock_in_the_selection_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_FORCE_BRANCH", "win")  # exported for another run: a scenario ignores it
-    monkeypatch.setenv("NSA_GC_RANGE", "0:1")
-    monkeypatch.setenv("CONFIG", "nowhere.yaml")
-    summary, verdicts = run_plan("sel_backward_deadlock", tmp_path, "--phases", "1-5", "-m", "slow or not slow")
-    ignored = (tmp_path / "latest" / "branch_cmp_only" / "output.log").read_text()
-    for variable, value in {"NSA_FORCE_BRANCH": "win", "NSA_GC_RANGE": "0:1", "CONFIG": "nowhere.yaml"}.items():
-        assert f"| `{variable}` | `{value}` |" in summary
-        assert f"[rank 1] {variable}={value} is set, and not used: a scenario decides it" in ignored
-    assert set(failing(verdicts)) == DDP - {"branch_cmp_only", "branch_win_only"}
-    for name in failing(verdicts):
-        verdict = verdicts[name]
-        assert is_right(verdict, EXPECTED["sel_backward_deadlock"], ROWS[name])
-        assert verdict["module"] == "blocks.11.attn"
-        assert "blocks.11.attn.k_sel.weight" in verdict["parameters_missing"]
-        assert "blocks.11.attn.out.weight" not in verdict["parameters_missing"]
-    first = summary.splitlines()[0]
-    for words in (
-        "branch_sel_only",
-        "HANG",
-        "lock_deadlock",
-        "rank 1",
-        "tests_cpu/plan/faults.py:",
-        "5 of 10 scenarios fail",
-    ):
-        assert words in first
-    assert "**Fix the backward of branch sel" in summary
-    assert (
-        "does one branch alone fail? yes: branch sel: branch_sel_only fails, branch_cmp_only, equal in all else"
-        in summary
-    )
-
-
 def test_the_plan_s_own_example(tmp_path: Path) -> None:
     """A gradient that never arrives, on all ranks, where backward ends: arrived=194 missing=1."""
     summary, verdicts = run_plan("gate_weight_missing", tmp_path, "--phases", "1-5", "-m", "slow or not slow")

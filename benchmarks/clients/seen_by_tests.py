@@ -1,4 +1,4 @@
-"""A plugin that notes what tests see of their process, for ../installed.py: two sessions are compared by it."""
+"""A plugin that notes what tests see of their process, for ../suites.py: two sessions are compared by it."""
 
 from __future__ import annotations
 

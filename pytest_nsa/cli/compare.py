@@ -8,10 +8,9 @@ from pathlib import Path
 from pytest_nsa.report import compare as comparing
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import VERDICTS, read_entries
-from pytest_nsa.wire.files import write_atomically
 
 
-def compare(base: list[Path], new: list[Path], page: Path | None) -> int:
+def compare(base: list[Path], new: list[Path]) -> int:
     """Print what differs between two runs, the first of each side; the others are repeats.
 
     Return 1 if something is worse, 2 if a folder is no run, else 0.
@@ -32,8 +31,6 @@ def compare(base: list[Path], new: list[Path], page: Path | None) -> int:
     names = (_name(base[0]), _name(new[0]))
     tests = len({*sides[0][0], *sides[1][0]})
     print(visible(comparing.as_markdown(found, names, tests)), end="")
-    if page is not None:
-        write_atomically(page, comparing.as_html(found, names, tests), follow=True)
     return int(any(d.kind == "worse" for d in found))
 
 

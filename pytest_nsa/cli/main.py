@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return report(arguments.folders, sources=arguments.sources)
             case "compare":
                 sides = [arguments.base, *arguments.repeat_a], [arguments.new, *arguments.repeat_b]
-                return compare(*sides, arguments.html)
+                return compare(*sides)
         return clean(arguments.root, arguments.keep, arguments.keep_failed, dry_run=arguments.dry_run)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -113,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
         help="a repeat of RUN_A: bounds of the noise",
     )
     command.add_argument("--repeat-b", metavar="RUN", type=Path, action="append", default=[], help="a repeat of RUN_B")
-    command.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as a page, too")
     command = commands.add_parser("explain", help="print the page of a cause: an example, how it is known, what to do")
     command.add_argument("cause", metavar="CAUSE", help="as in a verdict, skipped_collective")
     command = commands.add_parser("clean", help="delete finished runs beyond the newest; nothing else in the folder")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
-from pytest_nsa.report.markup import document, row, table, tag
 from pytest_nsa.report.plain import cell, code, inline, markdown
 
 Kind = Literal["worse", "better", "changed"]
@@ -188,14 +187,3 @@ def sentence(found: list[Difference], names: tuple[str, str], tests: int) -> str
     verb = "is" if len(worse) == 1 else "are"
     shown = ", ".join(worse[:5]) + (", ..." if len(worse) > 5 else "")
     return f"Of {tests} tests {len(worse)} {verb} worse in {names[1]} than in {names[0]}: {shown}."
-
-
-def as_html(found: list[Difference], names: tuple[str, str], tests: int) -> str:
-    """Return the differences as an HTML page."""
-    colour = {"worse": "FAIL", "better": "PASS", "changed": "SLOW"}
-    rows = []
-    for d in found:
-        kind = tag("span", d.kind, class_="tag", style=f"color:var(--{colour[d.kind]})")
-        rows.append(row(d.test, d.what, tag("code", d.base), tag("code", d.new), kind))
-    shown = table(("test", "what", "before", "now", ""), rows) if rows else None
-    return document(f"{names[0]} and {names[1]}", tag("body", tag("h1", sentence(found, names, tests)), shown))

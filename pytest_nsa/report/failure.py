@@ -15,11 +15,10 @@ from pytest_nsa.report.calls import call_tables
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.divergence import divergence_table
 from pytest_nsa.report.frame import build_frame, read_code
-from pytest_nsa.report.lanes import axis_of, lanes
-from pytest_nsa.report.last_green import Green, compared
+from pytest_nsa.report.lanes import lanes
 from pytest_nsa.report.markup import Markup, row, table, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
-from pytest_nsa.report.perfetto import phase_spans, trace_of
+from pytest_nsa.report.perfetto import trace_of
 from pytest_nsa.report.stack_tree import stack_tree
 from pytest_nsa.report.summary import RETRY, Entry
 from pytest_nsa.report.terminal import consequence, excerpt, number_ranks, short_place
@@ -27,13 +26,11 @@ from pytest_nsa.wire import masking
 
 CONTEXT = 4  # lines of source on either side
 SHOWN_FACTS = 12
-MOMENTS = 40  # per rank on the slider
-MANY = 16  # from so many ranks on, a quarter of them
 OUTPUTS = 8  # ranks with output on the page: culprits first
 
 
-def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = None) -> Markup:
-    """Return the section of a test that failed; ``green`` is the last run in which it passed."""
+def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
+    """Return the section of a test that failed."""
     v, folder = entry.verdict, quote(entry.folder)
     return tag(
         "article",
@@ -47,9 +44,8 @@ def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = N
         _terms(v),
         _section("Where each rank was", stack_tree(evidence, v.ranks) or _seen(evidence)),
         _section("Collectives", *call_tables(evidence)),
-        _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
+        _section("Ranks over time", lanes(evidence, v.ranks)),
         curves(run / entry.folder),
-        _section("Next to the last green run", compared(green, v)) if green is not None else None,
         tag("details", tag("summary", "Evidence"), *_evidence(entry)),
         tag("details", tag("summary", "Output of the ranks"), *_outputs(evidence, v)),
         tag(
@@ -213,34 +209,6 @@ def _outputs(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
         if text:
             yield tag("h4", f"rank {rank.rank}")
             yield tag("pre", text)
-
-
-def _slider(evidence: Evidence) -> Markup:
-    """Return a time slider that shows the state of each rank at a moment; its data is in the page, as JSON."""
-    axis = axis_of(evidence)
-    most = MOMENTS if len(evidence.ranks) < MANY else MOMENTS // 4
-    moments: dict[int, list[tuple[float, str]]] = {}
-    for rank in evidence.ranks:
-        found = [(s, f"{phase}{f', step {n}' if n else ''}") for s, _, phase, n in phase_spans(rank, axis.end)]
-        for c in rank.collectives:
-            found.append((c.entered, f"in {c.describe()}"))
-            if c.left:
-                found.append((c.left, f"after {c.describe()}"))
-        if rank.exit_time:
-            found.append((rank.exit_time, "ended by the host" if rank.by_us else "ended"))
-        moments[rank.rank] = [
-            (round(max(0.0, t - axis.begin), 3), short_place(text)) for t, text in sorted(found)[-most:]
-        ]
-    end = round(axis.end - axis.begin, 3)
-    return tag(
-        "details",
-        tag("summary", "At a moment"),
-        tag("label", "seconds ", tag("input", type="range", min=0, max=end, step=end / 500 or 0.001, value=end)),
-        tag("output", f"{end:.2f} s"),
-        tag("table", tag("tbody"), class_="moment"),
-        tag("script", _json(moments), type="application/json", class_="moments"),
-        class_="slider",
-    )
 
 
 def _json(value: object) -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,7 +16,6 @@ from pytest_nsa.report.curves import curves
 from pytest_nsa.report.decision_tree import way
 from pytest_nsa.report.failure import anchor, failure, outcome_tag
 from pytest_nsa.report.lanes import lanes
-from pytest_nsa.report.last_green import Green
 from pytest_nsa.report.markup import Markup, document, file, row, table, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import write_trace
@@ -30,12 +29,8 @@ COLUMNS = ("test", "result", "cause", "rank", "where", "time")  # of the table o
 DETAILED = 20  # failures with all details; further ones are in the table and in their folders
 
 
-def render(
-    run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool, greens: Mapping[str, Green] | None = None
-) -> str:
-    """Return the whole page; ``greens`` are, per failing test, the last run in which it passed. Reads the folders of ``entries``
-    under ``run``, and writes a trace into each.
-    """
+def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool) -> str:
+    """Return the whole page. Reads the folders of ``entries`` under ``run``, and writes a trace into each."""
     failed = [e for e in entries if e.verdict.failed]
     script = file("report.js")
     evidence = {e.folder: found for e in entries if e.folder and (found := _read(run, e)) is not None}
@@ -54,7 +49,7 @@ def render(
         ),
         tag(
             "main",
-            *_failures(run, failed, evidence, greens or {}),
+            *_failures(run, failed, evidence),
             _decision(decision) if failed else None,
             _announcements(run),
             _all(run, entries, evidence),
@@ -123,15 +118,13 @@ def _counts(entries: list[Entry]) -> Iterator[Markup]:
         yield tag("span", tag("b", n), f" {outcome}{' as expected' if expected else ''}", class_=f"chip {outcome}")
 
 
-def _failures(
-    run: Path, failed: list[Entry], evidence: dict[str, Evidence], greens: Mapping[str, Green]
-) -> Iterator[Markup]:
+def _failures(run: Path, failed: list[Entry], evidence: dict[str, Evidence]) -> Iterator[Markup]:
     first: dict[tuple[object, ...], str] = {}  # the first test of each outcome, cause, ranks and line
     for entry in failed[:DETAILED]:
         v = entry.verdict
         like = first.setdefault((v.outcome, v.cause, v.ranks, v.where), entry.name)
         if entry.folder in evidence:
-            whole = failure(run, entry, evidence[entry.folder], greens.get(entry.name))
+            whole = failure(run, entry, evidence[entry.folder])
             alike = "" if like == entry.name else f" as {like}"
             head = tag("summary", tag("b", entry.name), " ", outcome_tag(v), alike)
             # All have one name, so that a browser closes one when it opens another.

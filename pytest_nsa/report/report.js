@@ -1,5 +1,5 @@
 "use strict";
-// Filter, sort, copy, zoom, a moment in time, and the trace handed to Perfetto. The page shows all of its facts without any of it.
+// Filter, sort, copy, zoom, and the trace handed to Perfetto. The page shows all of its facts without any of it.
 const each = (selector, act, within = document) => within.querySelectorAll(selector).forEach(act);
 const table = document.getElementById("tests");
 const search = document.getElementById("search");
@@ -108,29 +108,6 @@ each(".zoomable", (box) => {
     view.x -= (event.movementX * view.width) / svg.getBoundingClientRect().width;
     show();
   });
-});
-
-// What each rank did at a moment.
-each(".slider", (box) => {
-  const moments = JSON.parse(box.querySelector(".moments").textContent);
-  const range = box.querySelector("input");
-  const body = box.querySelector("tbody");
-  const show = () => {
-    const time = Number(range.value);
-    box.querySelector("output").textContent = `${time.toFixed(2)} s`;
-    body.replaceChildren(...Object.entries(moments).map(([rank, events]) => {
-      const row = document.createElement("tr");
-      const head = document.createElement("th");
-      const cell = document.createElement("td");
-      head.textContent = `rank ${rank}`;
-      const last = events.filter(([at]) => at <= time).pop();
-      cell.textContent = last ? `${last[1]} (for ${(time - last[0]).toFixed(2)} s)` : "";
-      row.append(head, cell);
-      return row;
-    }));
-  };
-  range.addEventListener("input", show);
-  show();
 });
 
 // Perfetto's page takes a trace by a message: nothing is uploaded.

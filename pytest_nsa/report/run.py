@@ -88,14 +88,12 @@ def write_reports(
     """
     # Imported late: most processes of a suite write no report.
     from pytest_nsa.report import html
-    from pytest_nsa.report.last_green import last_greens
 
     entries = summary.read_entries(run)
     decision = left or summary.decision_of(entries, decide)
     write_json(run / DECISION, decision.to_json(), indent=1)
     write_environment(run, gpus)
     _write_lists(run, entries)
-    greens = last_greens(run, {entry.name for entry in entries if entry.verdict.failed})
     render = functools.partial(
         summary.render,
         entries,
@@ -103,14 +101,13 @@ def write_reports(
         read_object(run / "env.json"),
         interrupted=interrupted,
         not_run=summary.not_run(run, entries),
-        greens={name: green.describe() for name, green in greens.items()},
     )
     write_atomically(run / "SUMMARY.md", render())
     shown = step_summary()
     if shown is not None:
         with contextlib.suppress(OSError):
             append(shown, render(blob=_repository_url()).encode(errors="backslashreplace"))
-    write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted, greens=greens))
+    write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted))
     return entries, decision
 
 

@@ -84,11 +84,9 @@ def render(
     *,
     interrupted: bool,
     not_run: Sequence[str] = (),
-    greens: Mapping[str, str] | None = None,
     blob: str | None = None,
 ) -> str:
-    """Return the text of SUMMARY.md; ``not_run`` are scenarios that did not run, ``greens`` the run in which a failing test last
-    passed.
+    """Return the text of SUMMARY.md; ``not_run`` are scenarios that did not run.
 
     ``blob``: for a page that is read elsewhere, the URL of the repository's files, or ''. Tests then have no links to their
     folders, and lines link to the files.
@@ -125,9 +123,6 @@ def render(
         out += ["", "## Verdicts"]
     for entry in failed:
         out += ["", *_verdict(entry, blob)]
-        green = (greens or {}).get(entry.name)
-        if green:
-            out.append(f"- passed last: {markdown(green)}")
     out += ["", "## Environment", "", "| | |", "| --- | --- |"]
     out += [
         f"| {cell(inline(str(key)))} | {cell(inline(str(value)))} |"

@@ -32,7 +32,6 @@ class Resources:
         self.config, self.settings = config, settings
         self._for: Needs | None = None
         self._leases: dict[str, Lease] = {}
-        self._brokers: dict[str, Broker] = {}
         self._memory: dict[str, int] = {}  # in use, when they were leased, on the GPUs that this process does not share
         self._waits_for_memory = True
 
@@ -75,17 +74,9 @@ class Resources:
         self._leases.clear()
         self._for = None
 
-    def close(self) -> None:
-        """At the session's end, when no rank of this process is left: release all leases and delete their files."""
-        self.release()
-        for broker in self._brokers.values():
-            broker.clean_up()
-
     def _broker(self, kind: str) -> Broker:
-        if kind not in self._brokers:
-            names = self.settings.gpu_ids if kind == "gpu" else [str(c) for c in sorted(os.sched_getaffinity(0))]
-            self._brokers[kind] = Broker(folder=default_folder(), kind=kind, names=names)
-        return self._brokers[kind]
+        names = self.settings.gpu_ids if kind == "gpu" else [str(c) for c in sorted(os.sched_getaffinity(0))]
+        return Broker(folder=default_folder(), kind=kind, names=names)
 
     def _report(self, text: str) -> None:
         """Print a line to the terminal while a test waits; also from an xdist worker, which shares the controller's stderr."""

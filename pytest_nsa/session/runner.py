@@ -81,7 +81,7 @@ class RankRunner:
         if self.folder.is_made:
             with contextlib.suppress(OSError):  # another worker's ranks are still there
                 (self.folder.path / ".worker_groups").rmdir()
-        self.resources.close()
+        self.resources.release()
 
     def run_item(
         self,

@@ -1,7 +1,7 @@
-"""Leases of GPUs and cores, each for one test at a time on this machine: lock files that the kernel frees when their holder dies.
+"""Leases of GPUs and cores, each for one test at a time on this machine: file locks that the kernel frees when their holder dies.
 
-A process that waits holds a ticket. Only the oldest ticket of a live process takes resources, and it takes all that it needs or
-none. So tests are served in order, and no two wait for each other. This works between the workers of a run and the runs of a user.
+A test takes all that it needs or none, and tries again after a moment. So no two tests wait for each other; which of several gets a
+GPU first is chance. This works between the workers of a run and the runs of a user. The files stay: they are empty or name a test.
 
 A GPU's memory is lent in parts of `PART` bytes, with a lock file per part: a test that names its memory shares the GPU with others
 that do, as long as all fit. A test that names no memory gets the whole GPU.
@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,27 +23,22 @@ from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.disk_space import own_folder
 
 PART = 1 << 30
-POLL_S = 0.05
+POLL_S = 0.1  # at most
 FIRST_WORD_S = 1.0
 NEXT_WORD_S = 15.0
-LAST_RANKS_S = 1.0
 
 
-def _runtime_folder() -> Path | None:
-    """Return the folder for runtime files of this user's processes; None if the system names none."""
+def folder_of_leases() -> Path:
+    """Return the folder of this user's lock files, whether it exists or not."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) if base and os.access(base, os.W_OK) else None
+    if base and os.access(base, os.W_OK):
+        return Path(base) / "pytest-nsa"
+    return Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
 
 
 def default_folder() -> Path:
     """Make and return the folder of this user's lock files. Raises PermissionError if another user has made it."""
     return own_folder(folder_of_leases())
-
-
-def folder_of_leases() -> Path:
-    """Return the folder of this user's lock files, whether it exists or not."""
-    base = _runtime_folder()
-    return base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
 
 
 @dataclass(kw_only=True)
@@ -53,13 +49,12 @@ class Lease:
 
     names: tuple[str, ...] = ()
     in_use: tuple[str, ...] = ()
-    _locks: list[_Lock] = field(default_factory=list)
+    _locked: list[int] = field(default_factory=list)  # file descriptors
 
     def release(self) -> None:
         """Release all resources."""
-        for lock in self._locks:
-            lock.release()
-        self._locks.clear()
+        while self._locked:
+            _unlock(self._locked.pop())
 
 
 @dataclass(kw_only=True)
@@ -69,7 +64,6 @@ class Broker:
     folder: Path
     kind: str
     names: Sequence[str]
-    _lent: set[Path] = field(default_factory=set)  # files that ranks of this process hold while they live
 
     def lease(
         self, count: int, *, share: bool, holder: str, report: Callable[[str], None], parts: int = 0, of: int = 0
@@ -81,176 +75,92 @@ class Broker:
         """
         if count > len(self.names):
             raise ValueError(f"needs {count} {self.kind}s, this machine has {len(self.names)}")
-        with self._ticket() as ticket:
-            began = reported = monotonic()
-            while True:
-                if self._is_first(ticket):
-                    lease = self._take(count, share, holder, parts, of)
-                    if lease is not None:
-                        return lease
-                now = monotonic()
-                if now - reported >= (NEXT_WORD_S if reported > began else FIRST_WORD_S):
-                    reported = now
-                    report(
-                        f"{holder} waits for {count} of {len(self.names)} {self.kind}s, {now - began:.0f} s; {self._held()}"
-                    )
-                time.sleep(POLL_S)
-
-    def clean_up(self) -> None:
-        """Remove the files that no process holds."""
-        deadline = monotonic() + LAST_RANKS_S
-        while not all(_Lock.is_free(path) for path in self._lent) and monotonic() < deadline:
-            time.sleep(0.01)  # the last ranks of this process are about to end
-        for path in self.folder.glob(f"{self.kind}-*"):
-            _Lock.is_free(path)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()  # empty: no other process uses it
+        began = reported = monotonic()
+        while (lease := self._take(count, share, holder, parts, of)) is None:
+            now = monotonic()
+            if now - reported >= (NEXT_WORD_S if reported > began else FIRST_WORD_S):
+                reported = now
+                report(
+                    f"{holder} waits for {count} of {len(self.names)} {self.kind}s, {now - began:.0f} s; {self._held()}"
+                )
+            time.sleep(random.uniform(POLL_S / 4, POLL_S))
+        return lease
 
     def _take(self, count: int, share: bool, holder: str, parts: int = 0, of: int = 0) -> Lease | None:
         """Return a lease of all that is needed, or None, without waiting."""
-        locks: list[_Lock] = []
-        taken, uses = [], []
+        lease, taken = Lease(), []
         for name in self.names:
-            found = self._take_one(name, share, parts, of)
-            if found is None:
-                continue
-            locks += found[0]
-            uses += found[1]
-            taken.append(name)
+            locked = self._take_one(name, share, parts, of)
+            lease._locked += locked
+            taken += [name] * bool(locked)
             if len(taken) == count:
-                for held in locks:
-                    held.write(f"{os.getpid()} {holder}")
-                self._lent.update(uses)
-                return Lease(names=tuple(taken), in_use=tuple(map(str, uses)), _locks=locks)
-        for lock in locks:
-            lock.release()
+                for descriptor in lease._locked:
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()} {holder}".encode(errors="replace"), 0)
+                lease.names, lease.in_use = tuple(taken), tuple(str(self._path(name, "use")) for name in taken)
+                return lease
+        lease.release()
         return None
 
-    def _take_one(self, name: str, share: bool, parts: int, of: int) -> tuple[list[_Lock], list[Path]] | None:
-        """Return the locks of one resource, and the files that its ranks will hold; None if it is not free now."""
-        lock = _Lock(self._path(name))
-        if not lock.try_lock(share=share or parts > 0):
-            return None
-        # Ranks of a killed host may live for a moment longer: they hold the second file.
-        in_use = [self._use_path(name), *self.folder.glob(self._use_path(f"{name}-part*").name)]
-        if parts == 0:
-            if share or all(_Lock.is_free(path) for path in in_use):
-                return [lock], [self._use_path(name)]
-        elif _Lock.is_free(self._use_path(name)):
-            locks, uses = [lock], []
-            for number in range(of):
-                part, use = _Lock(self._path(f"{name}-part{number}")), self._use_path(f"{name}-part{number}")
-                if part.try_lock(share=False):
-                    if _Lock.is_free(use):
-                        locks.append(part)
-                        uses.append(use)
-                    else:
-                        part.release()
-                if len(uses) == parts:
-                    return locks, uses
-            for held in locks[1:]:
-                held.release()
-        lock.release()
-        return None
+    def _take_one(self, name: str, share: bool, parts: int, of: int) -> list[int]:
+        """Return the locked files of one resource; none if it is not free now."""
+        one = _try_lock(self._path(name), share=share or parts > 0)
+        if one is None:
+            return []
+        locked = [one]
+        for number in range(of if parts else 0):
+            part = _try_lock(self._path(f"{name}-part{number}"))
+            locked += [] if part is None else [part]
+            if len(locked) > parts:
+                return locked
+        # Ranks of a killed host may live for a moment longer: they hold the file of use.
+        if not parts and (share or not _is_locked(self._path(name, "use"))):
+            return locked
+        for descriptor in locked:
+            _unlock(descriptor)
+        return []
 
     def _held(self) -> str:
         """Return a text that names the holders, for the test that waits."""
-        holders = {}
-        for name in self.names:
-            with contextlib.suppress(OSError):
-                pid, _, test = self._path(name).read_text().partition(" ")
-                if pid:
-                    holders[name] = f"{test} (process {pid})"
-        tests = dict.fromkeys(holders.values())
-        return f"held by {', '.join(tests)}" if tests else "others wait before it"
+        holders = dict[str, None]()
+        for path in filter(_is_locked, map(self._path, self.names)):
+            pid, _, test = path.read_text().partition(" ")
+            holders[f"{test} (process {pid})"] = None
+        return f"held by {', '.join(holders)}" if holders else "others take it first"
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{self.kind}-{name.replace(os.sep, '_')}.lock"
-
-    def _use_path(self, name: str) -> Path:
-        return self.folder / f"{self.kind}-{name.replace(os.sep, '_')}.use"
-
-    @contextlib.contextmanager
-    def _ticket(self) -> Iterator[Path]:
-        """Hold a place in the queue, for as long as this process waits."""
-        path = self.folder / f"{self.kind}-ticket-{time.time_ns():020d}-{os.getpid()}"
-        lock = _Lock(path)
-        while not lock.try_lock(share=False):  # another process is checking whether it is free
-            time.sleep(0.001)
-        try:
-            yield path
-        finally:
-            lock.release()
-
-    def _is_first(self, ticket: Path) -> bool:
-        for other in sorted(self.folder.glob(f"{self.kind}-ticket-*")):
-            if other.name >= ticket.name:
-                return True
-            if not _Lock.is_free(other):
-                return False
-        return True
+    def _path(self, name: str, suffix: str = "lock") -> Path:
+        return self.folder / f"{self.kind}-{name.replace(os.sep, '_')}.{suffix}"
 
 
-class _Lock:
-    """A lock file that exists only while a process holds it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = -1
-        self._share = False
-
-    def try_lock(self, *, share: bool) -> bool:
-        """Lock it without waiting; return whether that succeeded."""
-        while True:
-            try:
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # the last holder of a lock has just removed the folder
-                self.path.parent.mkdir(mode=0o700, exist_ok=True)
-                continue
-            try:
-                fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except OSError:
-                os.close(fd)
-                return False
-            # Its last holder may have removed the file between our opening and locking it.
-            with contextlib.suppress(OSError):
-                if os.stat(self.path).st_ino == os.fstat(fd).st_ino:
-                    self._fd, self._share = fd, share
-                    return True
-            os.close(fd)
-
-    def write(self, text: str) -> None:
-        """Write the holder into it."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(errors="replace"), 0)
-
-    def release(self) -> None:
-        """Remove the file and free the lock. Shared ones are removed by the process that finds them free."""
-        if self._fd < 0:
-            return
-        with contextlib.suppress(OSError):
-            if self._share:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while others share it
-            self.path.unlink()
-        os.close(self._fd)
-        self._fd = -1
-
-    @staticmethod
-    def is_free(path: Path) -> bool:
-        """Return whether no process holds it; remove the file of a dead process."""
-        lock = _Lock(path)
-        if not path.exists():
-            return True
-        if not lock.try_lock(share=False):
-            return False
-        lock.release()
-        return True
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def hold_while_alive(paths: Sequence[str]) -> list[_Lock]:
-    """In a rank, mark resources as in use while this process lives and keeps the returned locks."""
-    held = [_Lock(Path(path)) for path in paths]
-    for lock in held:
-        while not lock.try_lock(share=True):  # another process is checking whether it is free
-            time.sleep(0.001)
+def _try_lock(path: Path, *, share: bool = False) -> int | None:
+    """Lock a file without waiting; return its descriptor, or None if another process holds it."""
+    descriptor = _open(path)
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _unlock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # children of this process may have the file open
+    os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = _try_lock(path)
+    if descriptor is not None:
+        _unlock(descriptor)
+    return descriptor is None
+
+
+def hold_while_alive(paths: Sequence[str]) -> list[int]:
+    """In a rank, mark resources as in use while this process lives; return the descriptors of the files."""
+    held = [_open(Path(path)) for path in paths]
+    for descriptor in held:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     return held

@@ -170,30 +170,11 @@ def test_what_only_lists_writes_nothing(pytester: pytest.Pytester, lists: str) -
     assert not (pytester.path / "artifacts").exists()
 
 
-def test_secrets_of_ranks_are_masked_on_request_and_others_read_it_on_request(pytester: pytest.Pytester) -> None:
-    source = """
-    @world_size(2)
-    def test_a(group):
-        print("Authorization: Bearer " + "abcd" * 4, flush=True)
-        raise ValueError("cannot open https://me:" + "sword" + "fish@hub/model")
-    """
-    result = run_example(pytester, source, "-o", "ranks_mask_output=true", "-o", "ranks_artifacts_mode=0750", "-s")
-    assert result.outcomes == {"failed": 1}
+@pytest.mark.parametrize(("options", "mode"), [((), 0o700), (("-o", "ranks_artifacts_mode=0750"), 0o750)])
+def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester, options: tuple[str, ...], mode: int) -> None:
+    result = run_example(pytester, "@world_size(1)\ndef test_a(group): pass", *options)
     assert result.run is not None
-    assert "https://***@hub/model" in result.stdout
-    assert "Authorization: ***" in result.stdout
-    texts = {p.name: p.read_text(errors="replace") for p in result.run.rglob("*") if p.is_file()}
-    assert {"output.log", "events.jsonl", "reports.jsonl", "verdict.json", "SUMMARY.md", "report.html"} <= set(texts)
-    assert [name for name, text in texts.items() if "swordfish" in text or "abcdabcd" in text] == []
-    assert "swordfish" not in result.stdout
-    assert "abcdabcd" not in result.stdout
-    assert stat.S_IMODE(result.run.stat().st_mode) == 0o750
-
-
-def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, "@world_size(1)\ndef test_a(group): pass")
-    assert result.run is not None
-    assert stat.S_IMODE(result.run.stat().st_mode) == 0o700
+    assert stat.S_IMODE(result.run.stat().st_mode) == mode
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,6 @@ def test_a_unittest_case_runs_on_ranks_with_all_that_belongs_to_it(pytester: pyt
     assert "Unexpected success" in failed["test_unexpected"].reason
 
 
-@pytest.mark.parametrize("options", [("-n", "2"), pytest.param(("--ranks-launch=cold",), marks=pytest.mark.slow)])
-def test_a_case_runs_wherever_ranks_come_from(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
-    source = """
-    import unittest
-
-    class TestIt(unittest.TestCase):
-        @world_size(2)
-        def test_a(self): dist.barrier()
-    """
-    assert run_example(pytester, source, *options).outcomes == {"passed": 1}
-
-
 GROUP = """
 @world_size(2, group=None)
 def test_makes_its_own():

@@ -56,21 +56,6 @@ def test_spawns():
 def test_after():
     assert "NSA_TRACE_HOST" not in os.environ
 """
-FORK = """
-from common import *
-import multiprocessing
-
-def test_forks():
-    subprocess.run(["true"], check=True)
-    from workers import worker  # torch is imported after the first process has started
-    mp = multiprocessing.get_context("fork")
-    ranks = [mp.Process(target=worker, args=(r, 2, int(os.environ["PORT"])), daemon=True) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    at_limit("rank0", "rank1")
-    for rank in ranks:
-        rank.join()
-"""
 # An environment made anew, as launchers of engines do.
 SCRIPT = """
 from common import *
@@ -112,48 +97,9 @@ def test_passes():
     while not os.path.exists("rank1"):
         time.sleep(0.02)
 """
-# Two ranks that serve a session: rank 0 waits for a request, rank 1 in a broadcast of it.
-SERVER = """
-from common import *
-import pytest
-
-@pytest.fixture(scope="session")
-def server():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "server.py"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    yield process
-    Path("stop").touch()
-    assert process.wait() == 0
-
-def test_asks(server):
-    while not all(map(os.path.exists, ("rank0", "rank1"))):
-        time.sleep(0.02)
-
-def test_hangs(server):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
-    Path("pids", str(child.pid)).touch()
-    signal.setitimer(signal.ITIMER_REAL, 1)
-    child.wait()
-
-def test_still_serves(server):
-    assert server.poll() is None
-"""
-SERVER_SCRIPT = """
-import os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-open(f"rank{dist.get_rank()}", "w").close()
-if dist.get_rank() == 0:
-    while not os.path.exists("stop"):
-        time.sleep(0.05)
-dist.broadcast(torch.ones(1), 0)
-dist.destroy_process_group()
-"""
-
-
 HEAD = """
 from common import *
 import multiprocessing, pytest, threading
-from concurrent.futures import ProcessPoolExecutor
 
 fork = multiprocessing.get_context("fork")
 lock, one = fork.Lock(), fork.Barrier(2)
@@ -173,14 +119,6 @@ def test_it():
         found = pool.map_async(hold, [1, 2], chunksize=1)
         at_lock()
         found.get()
-"""
-EXECUTOR = """
-def test_it():
-    with ProcessPoolExecutor(2, mp_context=fork) as executor:
-        found = [executor.submit(hold, number) for number in (1, 2)]
-        at_lock()
-        for future in found:
-            future.result()
 """
 # What the cleanup waits for comes from no process.
 CLEANUP = """
@@ -246,27 +184,6 @@ def test_it():
     context = mp.spawn(work, nprocs=1, join=False)
     at_limit("one", "two")
     context.join()
-"""
-# The server is a child of the first test, and serves the second, too.
-FORK_SERVER = """
-from common import *
-import multiprocessing
-
-def wait(name):
-    here(name)
-    os.read(os.pipe()[0], 1)
-
-def run(name):
-    child = multiprocessing.get_context("forkserver").Process(target=wait, args=(name,))
-    child.start()
-    at_limit(name)
-    child.join()
-
-def test_first():
-    run("first")
-
-def test_second():
-    run("second")
 """
 UPLOADS = """
 import multiprocessing, time
@@ -342,7 +259,6 @@ def folder(tmp_path: Path) -> Path:
         'import os\nfrom workers import worker\nworker(int(os.environ["RANK"]), 2, int(os.environ["PORT"]))\n'
     )
     (tmp_path / "raises.py").write_text(RAISES_SCRIPT)
-    (tmp_path / "server.py").write_text(SERVER_SCRIPT)
     return tmp_path
 
 
@@ -406,7 +322,6 @@ def slow(*values: object, id: str) -> object:
     ("source", "place"),
     [
         pytest.param(SPAWN, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="mp.spawn"),
-        slow(FORK, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="fork"),
         slow(SCRIPT, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="an environment of the test's"),
     ],
 )
@@ -444,7 +359,6 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
     ("source", "place"),
     [
         pytest.param(HEAD + POOL, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a pool"),
-        slow(HEAD + EXECUTOR, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="an executor"),
         slow(HEAD + CLEANUP, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a cleanup that waits"),
         pytest.param(LOADER, f"test_it.py:{line_of(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
         pytest.param(SPAWNED, f"test_it.py:{line_of(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"),
@@ -461,14 +375,6 @@ def test_processes_that_are_no_ranks_show_their_lines_and_block_no_session(
         done.stdout
     )
     assert "DataLoader worker" not in done.stdout
-
-
-def test_what_the_fork_server_makes_belongs_to_the_test_that_runs(folder: Path) -> None:
-    done = run_cold(folder, FORK_SERVER)
-    shown = [line for line in done.stdout.splitlines() if line.startswith("  process ")]
-    assert len(shown) >= 2, done.stdout
-    assert all(line.endswith("a child by multiprocessing's fork server") for line in shown), shown
-    assert alive(folder) == []
 
 
 @pytest.mark.parametrize(
@@ -511,15 +417,6 @@ def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, 
     assert announced.strip() in (latest / "test_execution.log").read_text()
     assert "Announced while it ran" in (latest / "report.html").read_text()
     assert alive(folder) == []
-
-
-@pytest.mark.slow
-def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(warm: WarmPython, folder: Path) -> None:
-    done = run(warm, folder, SERVER)
-    assert "1 failed, 2 passed" in done.stdout, done.stdout
-    assert "2 ranks that an earlier test or a fixture has started: no call since the test began" in done.stdout
-    assert "no process of the test has joined a process group" in done.stdout
-    assert "nsa: test_it.py::" not in done.stdout, "and no suspicion is announced of it"
 
 
 def test_a_handler_of_the_program_does_not_take_the_place_of_the_time_limit(pytester: pytest.Pytester) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
 import sqlite3
 from pathlib import Path
 
@@ -273,66 +271,3 @@ def test_a_rank_s_lines_count_for_their_test_where_tests_are_measured_one_by_one
     assert {number: [c.rpartition("::")[2] for c in contexts if c] for number, contexts in lines.items()} == {
         1: [], 4: [], 2: ["test_ranked|run"], 5: ["test_plain|run"],
     }  # fmt: skip
-
-
-def test_testmon_selects_a_ranked_test_of_which_a_rank_ran_a_changed_line(pytester: pytest.Pytester) -> None:
-    if importlib.util.find_spec("testmon") is None:
-        pytest.skip("needs pytest-testmon: nox -s neighbours")
-    pytester.makepyfile(library="def value():\n    return 2\n")
-    source = """
-    import library
-    @world_size(2)
-    def test_ranked(group): assert library.value() == 2
-    """
-
-    def run() -> dict[str, int]:
-        arguments = ("--testmon", "-p", "cacheprovider")
-        return run_example(pytester, source, *arguments).outcomes
-
-    assert run()["passed"] == 1
-    assert "passed" not in run()
-    pytester.makepyfile(library="def value():\n    return 4\n")
-    assert run()["failed"] == 1
-
-
-ASYNC = """
-import asyncio, pytest_asyncio
-
-@pytest_asyncio.fixture
-async def queue(group):
-    queue = asyncio.Queue()
-    queue.put_nowait(group.rank)
-    yield queue, asyncio.get_running_loop()
-
-@pytest.mark.asyncio
-@world_size(2)
-@pytest.mark.parametrize("n", [1, 2])
-async def test_reduces(queue, group, n):
-    numbers, loop = queue
-    assert asyncio.get_running_loop() is loop
-    value = torch.tensor([await numbers.get()])
-    await asyncio.to_thread(dist.all_reduce(value, async_op=True).wait)
-    assert value.item() == 1
-
-class TestMethods:
-    @pytest.mark.asyncio
-    @world_size(2)
-    async def test_fails(self, group):
-        await asyncio.sleep(0)
-        assert group.rank == 0
-
-@pytest.mark.asyncio
-async def test_plain(): await asyncio.sleep(0)
-"""
-
-
-@pytest.mark.parametrize("mode", ["strict", "auto"])
-def test_coroutines_of_pytest_asyncio_run_on_the_ranks(pytester: pytest.Pytester, mode: str) -> None:
-    if importlib.util.find_spec("pytest_asyncio") is None:
-        pytest.skip("needs pytest-asyncio: nox -s neighbours")
-    source = ASYNC if mode == "strict" else re.sub(r" *@pytest.mark.asyncio\n", "", ASYNC)
-    result = run_example(pytester, source, "-o", f"asyncio_mode={mode}")
-    assert result.outcomes == {"passed": 3, "failed": 1}
-    verdict = result.verdicts["TestMethods::test_fails"]
-    assert (verdict.cause, verdict.ranks) == ("assertion", (1,))
-    assert verdict.where.endswith(" in test_fails")

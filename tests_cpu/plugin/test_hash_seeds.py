@@ -51,20 +51,3 @@ def test_after_it_ranks_are_forked(group):
     assert not verdict.certain
     assert "in reduce_all" in verdict.where
     assert "hash seeds: @hash_seeds(1, 2) starts the ranks with these again" in result.stdout
-
-
-def test_the_mark_of_the_fixture_trace_has_two_names(pytester: pytest.Pytester) -> None:
-    source = """
-@pytest.mark.{name}("grads")
-@world_size(1)
-def test_it(group, trace):
-    model = torch.nn.Linear(2, 2)
-    with trace(model):
-        model(torch.ones(1, 2)).sum().backward()
-    assert trace.missing_gradients() == []
-    with pytest.raises(RuntimeError, match=r"use @trace_kinds\\('module_bwd'\\)"):
-        trace.modules_not_reached()
-"""
-    for name in ("trace", "trace_kinds"):
-        result = run_example(pytester, source.format(name=name))
-        assert result.outcomes == {"passed": 1}, result.stdout

@@ -8,10 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pytest_nsa.testing import HEADER, ExampleResult, run_example, start_pytest
-from tests_cpu.plugin.test_outer_launchers import slurm
-from tests_cpu.sockets import free_port
-from tests_cpu.warm import WarmPython
+from pytest_nsa.testing import ExampleResult, run_example, start_pytest
 
 LAUNCHES = [
     "auto",
@@ -81,39 +78,7 @@ def test_a_plugin_that_reports_does_so_on_the_host_only(pytester: pytest.Pyteste
     assert " acts" in result.stdout
 
 
-WITH_FIXTURE = """
-import os
-from pathlib import Path
-import pytest
-from acts_notes import note
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    item.prepared = 3
-    return (yield)
-
-def pytest_runtest_setup(item): item.prepared += 1
-def pytest_runtest_logreport(report): note(report.when)
-def pytest_sessionfinish(): note("sessionfinish")
-
-@pytest.fixture
-def prepared(request): return request.node.prepared
-"""
 NOTES = ACTS.partition("class Reporter")[0]
-
-
-@pytest.mark.parametrize("mode", LAUNCHES)
-def test_its_fixtures_work_in_ranks_with_what_its_wrappers_prepare(pytester: pytest.Pytester, mode: str) -> None:
-    (pytester.path / "acts_notes.py").write_text(NOTES)
-    source = """
-@world_size(2)
-def test_ranked(group, prepared): assert prepared == 4
-"""
-    result = run(pytester, WITH_FIXTURE, source, f"--ranks-launch={mode}")
-    assert result.outcomes == {"passed": 1}
-    noted = calls(pytester)
-    assert [what for _, _, what in noted] == ["setup", "call", "teardown", "sessionfinish"]
-    assert len({process for process, _, _ in noted}) == 1
 
 
 CONFTEST = (
@@ -157,31 +122,6 @@ def test_ranked(group, sees_outcome):
     assert noted == {
         ("host", "setup"): 1, ("host", "call"): 1, ("host", "teardown"): 1, ("0", "failed"): 1, ("1", "failed"): 1,
     }  # fmt: skip
-
-
-SECOND_TIME = """
-@world_size(2)
-@pytest.mark.flaky(retries=2)
-def test_ranked(group, tmp_path_factory):
-    dist.barrier()
-    with open(f"runs{group.rank}", "a") as file:
-        print(os.getpid(), file=file)
-    dist.barrier()
-    assert len(open("runs0").readlines()) == 2
-"""
-
-
-def runs_of_ranks(pytester: pytest.Pytester) -> list[set[str]]:
-    """The processes that ran the test as each rank."""
-    return [set((pytester.path / f"runs{rank}").read_text().split()) for rank in (0, 1)]
-
-
-def test_pytest_retry_gets_fresh_ranks(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("pytest_retry", reason="the extra 'test' has it")
-    result = run_example(pytester, SECOND_TIME, "-p", "pytest-retry", "-p", "no:rerunfailures", "-v")
-    assert result.outcomes == {"passed": 1, "retried": 1}
-    assert "test_ranked RETRY" in result.stdout
-    assert [len(processes) for processes in runs_of_ranks(pytester)] == [2, 2]
 
 
 @pytest.mark.parametrize("mode", LAUNCHES)
@@ -292,19 +232,6 @@ def test_skips(group): pytest.skip("planned")
 EXPECTED = {"test_passes": "passed", "test_fails": "failed", "test_foreseen": "skipped", "test_skips": "skipped"}
 
 
-@pytest.mark.parametrize("mode", LAUNCHES)
-def test_reportlog_has_each_report_once(pytester: pytest.Pytester, mode: str) -> None:
-    pytest.importorskip("pytest_reportlog", reason="the extra 'test' has it")
-    run_example(pytester, OUTCOMES, "-p", "pytest_reportlog", "--report-log=log.jsonl", f"--ranks-launch={mode}")
-    lines = [json.loads(line) for line in (pytester.path / "log.jsonl").read_text().splitlines()]
-    reports = [line for line in lines if line["$report_type"] == "TestReport"]
-    assert [(r["nodeid"].partition("::")[2], r["outcome"]) for r in reports if r["when"] == "call"] == [
-        *EXPECTED.items()
-    ]
-    assert len(reports) == 3 * len(EXPECTED)
-    assert [line["$report_type"] for line in lines].count("SessionFinish") == 1
-
-
 STEPS = """
 import allure
 
@@ -359,18 +286,3 @@ def test_forked_forks_plain_tests_and_no_ranked_one(pytester: pytest.Pytester, a
     assert result.outcomes.get("passed", 0) >= 2
     forked, host = (pytester.path / "plain").read_text().split()
     assert forked != host
-
-
-@pytest.mark.slow
-def test_under_an_outer_launcher_the_first_process_alone_reports(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    (pytester.path / "test_example.py").write_text(HEADER + RANKED_AND_PLAIN)
-    (pytester.path / "acts.py").write_text(ACTS)
-    port = free_port()
-    processes = [slurm(warm, pytester, rank, port, "-p", "acts") for rank in (0, 1)]
-    assert [(p.communicate(timeout=120)[0], p.returncode)[1] for p in processes] == [0, 0]
-    of_processes = {process: Counter() for process, _, _ in calls(pytester)}
-    for process, _, what in calls(pytester):
-        of_processes[process][what] += 1
-    first, other = sorted(of_processes.values(), key=lambda counts: -counts["report call"])
-    assert (first["report call"], first["sessionfinish"]) == (2, 1)
-    assert not any(other[what] for what in ("logstart", "report call", "logfinish", "sessionfinish"))

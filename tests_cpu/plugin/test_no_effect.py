@@ -138,40 +138,6 @@ def test_a_wrong_setting_is_an_error_of_the_tests_on_ranks(pytester: pytest.Pyte
     assert "ini artifacts_dir artifacts: is a file" in result.stdout
 
 
-POLICE = """
-import os, signal, subprocess, sys, threading
-import pytest
-
-def seen():
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
-    return handlers, threading.active_count(), len(os.listdir("/proc/self/fd")), dict(os.environ)
-
-@pytest.fixture(autouse=True)
-def police():
-    before = seen()
-    yield
-    after = seen()
-    after[3].pop("PYTEST_CURRENT_TEST", None), before[3].pop("PYTEST_CURRENT_TEST", None)
-    assert after == before
-
-@pytest.mark.parametrize("n", range(2))
-def test_starts_a_process(n):
-    subprocess.run([sys.executable, "-c", ""], check=True)
-
-def test_forks():
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-"""
-
-
-def test_a_suite_that_watches_its_process_sees_no_change_by_report(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(POLICE)
-    arguments = ("-o", "ranks_descendants=report")
-    assert session(tmp_path, *arguments) == session(tmp_path, "-p", "no:nsa", "-p", "no:warnings")
-
-
 def test_a_module_with_a_proxy_that_is_not_bound(tmp_path: Path) -> None:
     """As flask's `request` outside of a request: it raises for its class and for each attribute."""
     (tmp_path / "test_it.py").write_text(

@@ -99,16 +99,6 @@ def test_a_command_has_the_verdict_that_the_folder_records(
     assert [line.get("verdict", line)["cause"] for line in printed] == causes
 
 
-@pytest.mark.parametrize("command", [("diagnose", "{folder}"), ("watch", "--once", "--run", "{folder}")])
-def test_a_command_prints_the_repository_s_cause_and_advice(
-    marked: ExampleResult, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
-    assert main([part.format(folder=marked.folder("test_it")) for part in command]) == 1
-    printed = capsys.readouterr().out
-    assert "clock_skew" in printed
-    assert "set the clocks" in printed
-
-
 def test_a_report_that_is_written_again_has_it(marked: ExampleResult, capsys: pytest.CaptureFixture[str]) -> None:
     assert marked.run is not None
     (marked.run / "verdicts.jsonl").unlink()  # as of a session that was killed before it wrote its list

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,27 +56,3 @@ def test_only_tests_on_ranks_are_skipped(
     done.assert_outcomes(passed=1, xfailed=1, skipped=4)
     done.stdout.fnmatch_lines("SKIPPED [[]4]*: ranks and their evidence need Linux, and this is darwin")
     assert not (pytester.path / "artifacts").exists()
-
-
-def test_without_proc_a_sentence_has_the_reason_and_plain_tests_run(pytester: pytest.Pytester) -> None:
-    unshare = shutil.which("unshare")
-    if (
-        unshare is None
-        or subprocess.run([unshare, "-m", "mount", "-t", "tmpfs", "none", "/proc"], check=False).returncode
-    ):
-        pytest.skip("needs a mount namespace: unshare -m")
-    (pytester.path / "test_example.py").write_text(
-        "from pytest_nsa import world_size\n@world_size(2)\ndef test_on_ranks(group): pass\ndef test_plain(): pass\n"
-    )
-    command = f"mount -t tmpfs none /proc && exec {sys.executable} -m pytest -p no:cacheprovider"
-    done = subprocess.run(
-        [unshare, "-m", "sh", "-c", command],
-        cwd=pytester.path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert "1 passed, 1 error" in done.stdout
-    assert "tests on ranks need /proc" in done.stdout

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.testing import HEADER, read_result, run_example
-from tests_cpu.plugin.programs import read_program
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -198,63 +194,3 @@ def test_a_world_of_one_is_no_launcher_s_and_an_unknown_host_is_refused(
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "MASTER_ADDR = 256.0.0.1: " in result.stderr
     assert "unset RANK to run without" in result.stderr
-
-
-@pytest.fixture
-def two_nodes() -> Iterator[list[str]]:
-    """Yield two network namespaces joined by a pair of interfaces; skip with the reason where they cannot be made."""
-    if shutil.which("ip") is None:
-        pytest.skip("no `ip` command: iproute2 is not installed")
-    names = [f"nsa{os.getpid()}{letter}" for letter in "ab"]
-    commands = [
-        *(["ip", "netns", "add", name] for name in names),
-        ["ip", "link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1]],
-    ]
-    for index, name in enumerate(names):
-        inside = ["ip", "-n", name]
-        commands += [
-            [*inside, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "veth0"],
-            [*inside, "link", "set", "veth0", "up"],
-            [*inside, "link", "set", "lo", "up"],
-        ]
-    try:
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {' '.join(command)}: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-@pytest.mark.slow
-def test_torchrun_on_two_nodes(pytester: pytest.Pytester, two_nodes: list[str]) -> None:
-    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1")
-    meeting = ("--master_addr=10.77.0.1", "--master_port=29512")
-    session = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
-    options = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": pytester.path}
-    nodes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, *launcher, f"--node_rank={index}", *meeting, *session],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "veth0"},
-            **options,
-        )
-        for index, name in enumerate(two_nodes)
-    ]
-    texts = [node.communicate(timeout=150)[0] for node in nodes]
-    check_report(texts[0], pytester.path / "artifacts" / "latest")
-    assert "test session starts" not in texts[1]
-    assert len(list((pytester.path / "artifacts").glob("run_*"))) == 1
-
-
-@pytest.mark.slow
-def test_threads_act_for_a_main_thread_here_too(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    (pytester.path / "test_example.py").write_text(read_program("slow_threads").text)
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
-    session = ("-m", "pytest", "-p", "no:cacheprovider", "-k", "limit or executor or pool or multiplies")
-    done = warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
-    assert done.returncode == 0, done.stdout
-    assert "10 passed" in done.stdout
-    assert "waited for" not in done.stdout

@@ -89,16 +89,6 @@ def test_plain(): assert "RANK" not in os.environ
 """
 
 
-@pytest.mark.parametrize("arguments", [(), pytest.param(("-n1",), marks=pytest.mark.slow)])
-def test_short_summary_is_one_line_on_ci(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("CI", "true")  # pytest then cuts no line of its short summary
-    result = run_example(pytester, "@world_size(2)\ndef test_it(group): assert group.rank == 9", *arguments)
-    summary = result.stdout.partition("short test summary info")[2].splitlines()[1:-1]
-    assert summary == ["FAILED test_example.py::test_it - test_example.py:6 assertion, ranks 0 and 1"]
-
-
 def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, EVERYDAY, "-rA", "--junitxml=report.xml")
     assert result.outcomes == {"passed": 8, "failed": 5, "skipped": 1, "xfailed": 1, "warnings": 2}
@@ -198,12 +188,6 @@ def test_a(group): dist.barrier()
     assert "forked from this process" in result.stdout
 
 
-def test_wrong_marks_are_reported_under_xdist(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, "@world_size(0)\ndef test_a(group): pass\n", "-n2")
-    assert result.returncode == 1
-    assert "world_size(0): must be from 1 to " in result.stdout
-
-
 def test_a_zygote_that_dies_costs_one_test(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
@@ -249,38 +233,6 @@ def test_without_a_terminal_ranks_start_all_the_same(pytester: pytest.Pytester) 
     result = run_example(pytester, "@world_size(2)\ndef test_a(group): pass\n", "-p", "no:terminal", "--junitxml=r.xml")
     assert result.returncode == 0
     assert [v.outcome for v in result.verdicts.values()] == ["PASS"]
-
-
-@pytest.mark.slow
-def test_launch_fits_into_the_tests_own_timeout(pytester: pytest.Pytester) -> None:
-    source = """
-def body(rank):
-    if rank: time.sleep(1000)
-    dist.barrier()
-
-@pytest.mark.timeout(10)
-def test_a(launch):
-    assert launch(body).verdict.ranks == (1,)
-
-@pytest.mark.timeout(10)
-def test_b(launch):
-    assert launch(body, timeout=2).passed
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 1, "failed": 1}
-    assert [v.cause for v in result.verdicts.values()] == ["sleeping"]  # of the test that failed
-
-
-def test_lf_runs_the_failed_again(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("""
-import pytest
-@pytest.mark.world_size(2)
-def test_a(group): pass
-@pytest.mark.world_size(2)
-def test_b(group): assert 0
-""")
-    pytester.runpytest_subprocess()
-    pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
 
 
 @pytest.mark.own_python

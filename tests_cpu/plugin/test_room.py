@@ -89,42 +89,6 @@ def test_a_disk_that_fills_up(warm: WarmPython, tmp_path: Path, options: tuple[s
     left_elsewhere(tmp_path)
 
 
-FILLS_BETWEEN = """
-import contextlib, os, pathlib
-from pytest_nsa.session.runner import RankRunner
-
-with_its_file = RankRunner._with_its_file
-
-def fill_before(self, session, job, name):
-    if job.nodeid.endswith(os.environ["FILL_IN"]):  # its folder has been made
-        with contextlib.suppress(OSError), open(pathlib.Path("artifacts", "filler"), "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 12))
-    return with_its_file(self, session, job, name)
-
-RankRunner._with_its_file = fill_before
-"""
-LAUNCHES = """
-def body(rank): print("rank", rank, "is here")
-
-def test_launch(launch):
-    outcome = launch(body, world_size=2)
-    assert outcome.verdict.outcome == "PASS" and "rank 1 is here" in outcome.output(1)
-"""
-
-
-@pytest.mark.parametrize("name", ["test_after", "test_launch"])
-def test_a_disk_that_another_process_fills_up_as_a_test_begins(
-    warm: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    (tmp_path / "conftest.py").write_text(FILLS_BETWEEN)
-    (tmp_path / "test_before.py").write_text(LAUNCHES)
-    monkeypatch.setenv("FILL_IN", name)
-    output, _ = run_on_a_small_disk(warm, tmp_path, "12m")
-    assert "1 failed, 4 passed" in output, output
-    left_elsewhere(tmp_path)
-
-
 LIMITED = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]) * 1024,) * 2)  # as the shell's ulimit -f

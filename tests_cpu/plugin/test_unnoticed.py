@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 ENVIRONMENT = """
@@ -175,30 +172,3 @@ def test_processes_of_a_fixture_that_start_during_a_test_are_not_ended(pytester:
     pytester.makepyfile(test_it=SHARED)
     done = pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", timeout=120)
     done.assert_outcomes(passed=1, failed=1)
-
-
-def test_a_worker_of_xdist_leaves_its_processes_to_the_program_s_own_handlers(
-    pytester: pytest.Pytester, tmp_path: Path
-) -> None:
-    pytest.importorskip("xdist")
-    source = f"""
-    import atexit, multiprocessing
-    from pathlib import Path
-
-    def test_it():
-        context = multiprocessing.get_context("fork")
-        event = context.Event()
-        server = context.Process(target=event.wait)
-        server.start()
-
-        def stop():
-            event.set()
-            server.join()
-            Path({str(tmp_path)!r}, "ended").write_text(str(server.exitcode))
-
-        atexit.register(stop)
-    """
-    pytester.makepyfile(test_it=source)
-    line = [sys.executable, "-m", "pytest", "--ranks-descendants=report", "-n1"]
-    assert pytester.run(*line, timeout=120).ret == 0
-    assert (tmp_path / "ended").read_text() == "0"

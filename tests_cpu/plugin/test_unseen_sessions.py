@@ -123,51 +123,6 @@ def test_a_mock_of_a_group_is_gone_with_its_test(pytester: pytest.Pytester) -> N
     assert result.outcomes == {"passed": 2}
 
 
-FROZEN = """
-import ctypes
-from pathlib import Path
-import torch.multiprocessing as mp
-
-
-def joins(rank, path):
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{path}/store")
-    Path(path, f"rank{rank}").touch()
-
-
-def stops(rank, path):
-    joins(rank, path)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
-def holds(rank, path):
-    joins(rank, path)
-    if rank == 1:
-        ctypes.PyDLL(None).sleep(1000)
-    dist.barrier()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("program", [stops, holds])
-def test_frozen(tmp_path, program):
-    ranks = mp.spawn(program, args=(str(tmp_path),), nprocs=2, join=False)
-    while len(list(tmp_path.glob("rank*"))) < 2:
-        time.sleep(0.02)
-    signal.setitimer(signal.ITIMER_REAL, 4)  # the limit
-    ranks.join()
-"""
-
-
-@pytest.mark.parametrize(
-    ("program", "cause"), [("stops", "rank_stopped"), pytest.param("holds", "gil_held", marks=pytest.mark.slow)]
-)
-def test_a_frozen_rank_of_a_plain_test_has_not_moved(pytester: pytest.Pytester, program: str, cause: str) -> None:
-    result = run_example(pytester, FROZEN, "-k", program, "-o", "ranks_descendants=report")
-    (verdict,) = result.verdicts.values()
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", cause, (1,))
-
-
 def test_a_mark_may_come_late(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("""
         import pytest

@@ -68,13 +68,6 @@ def test_a_command_is_run_once_per_verdict(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "verdicts").read_text())["folder"] == "run"
 
 
-def test_a_command_that_does_not_read_is_no_error(tmp_path: Path) -> None:
-    command = VerdictCommand("true")
-    verdict = {"cause": "slow", "ranks": [0], "certain": False, "retry": "once", "reason": "x" * (1 << 20)}
-    command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
-    command.finish()
-
-
 def test_a_command_that_neither_reads_nor_ends_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
     command = VerdictCommand("exec sleep 1000")
     for cause in ("slow", "sleeping"):

@@ -1,17 +1,12 @@
-"""Calls that one rank makes more, less or otherwise: in a first round, under conditions, ahead of calls like them, functional."""
+"""Calls that one rank makes less, or that half of the ranks make: coalesced, functional, by an overload, compiled."""
 
 # options: -o timeout=12 -p xdist -n 3
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.utils.checkpoint import checkpoint
 
 from pytest_nsa import world_size
-
-
-def reduce(size=2):
-    dist.all_reduce(torch.ones(size))
 
 
 # Half of the ranks do the one, half the other, and no round before shows which is right.
@@ -20,93 +15,6 @@ def test_a_first_call_that_one_of_two_makes(group):  # -> HANG ? ? uncertain
     if torch.tensor([1.0, 0.0])[group.rank]:
         dist.broadcast(torch.ones(1), 0)
     dist.barrier()
-
-
-@world_size(4)
-def test_a_group_with_other_members_that_serve(group):  # -> HANG ? ? uncertain
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    for _step in range(3):
-        reduce()
-    if group.rank < 2:
-        dist.barrier(group=pairs[group.rank])
-    dist.broadcast(torch.ones(1), 0)
-
-
-@world_size(2)
-def test_a_message_in_a_first_round(group):  # -> HANG ? ? uncertain
-    if group.rank == 0:
-        dist.send(torch.ones(1), 1)
-    else:
-        dist.recv(torch.ones(1), 0)
-        dist.recv(torch.ones(1), 0)
-    dist.barrier()
-
-
-@world_size(2)
-def test_a_call_that_each_round_before_had(group):  # -> skipped_collective 1
-    for step in range(6):
-        if not (group.rank == 1 and step == 3):
-            dist.broadcast(torch.ones(1), 0)
-        dist.barrier()
-
-
-@world_size(2)
-def test_a_call_under_a_condition_on_the_rank(group):  # -> extra_collective 0
-    if group.rank < 1:
-        dist.broadcast(torch.ones(1), 0)
-    dist.barrier()
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, rank):
-        super().__init__()
-        self.linear, self.rank = torch.nn.Linear(4, 4), rank
-
-    def forward(self, x):
-        if self.rank:
-            dist.recv(torch.ones(4), 0)
-        else:
-            dist.send(torch.ones(4), 1)
-        return self.linear(x)
-
-
-@world_size(2)
-def test_a_receive_that_is_recomputed(group):  # -> p2p_unmatched 1
-    layer, x = Layer(group.rank), torch.ones(4, requires_grad=True)
-    out = checkpoint(layer, x, use_reentrant=False) if group.rank else layer(x)
-    out.sum().backward()
-    dist.barrier()
-
-
-# The ranks wait much later than at the call that differs.
-@world_size(4)
-def test_more_in_the_middle(group):  # -> extra_collective 2 here
-    for i in range(4):
-        reduce()
-        if group.rank == 2 and i == 1:
-            reduce()  # HERE
-    dist.barrier()
-
-
-@world_size(4)
-def test_less_at_first(group):  # -> skipped_collective 3 here
-    if group.rank != 3:
-        reduce()  # HERE
-    for _ in range(4):
-        reduce()
-
-
-@world_size(2)
-def test_a_barrier_before_ddp_is_made(ddp, group):  # -> extra_collective 1 here
-    if group.rank == 1:
-        dist.barrier()  # HERE
-    ddp.wrap(torch.nn.Linear(4, 4))
-
-
-@world_size(2)
-def test_the_last_call_of_a_rank_that_has_ended(group):  # -> extra_collective 0
-    if group.rank == 0:
-        dist.barrier()
 
 
 # Past the methods of a group.

@@ -136,54 +136,12 @@ def test_groups_in_opposite_order(group):  # -> HANG group_order_deadlock 0,1
         dist.all_reduce(torch.ones(1), group=g)
 
 
-@pytest.fixture
-def closing_barrier(group):
-    yield
-    dist.barrier()
-
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_raises_before_a_barrier_in_teardown(group, closing_barrier):  # -> FAIL rank_exception 1
-    if group.rank == 1:
-        raise ValueError("the cause")
-    dist.all_reduce(torch.ones(1))
-
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_wraps_the_lost_connection(group):  # -> CRASH rank_died 1
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        raise ValueError("could not save the checkpoint") from error
-
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_own_message_sounds_like_a_victims(group):  # -> FAIL rank_exception 1
-    if group.rank == 1:
-        raise TimeoutError("tokenizer server timed out after 5 s")
-    dist.barrier()
-
-
 @world_size(2)
 @pytest.mark.timeout(60)
 def test_fails_while_the_other_works(group):  # -> FAIL assertion 1
     if group.rank == 0:
         time.sleep(2.5)
     assert group.rank == 0
-
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_killed_while_the_other_works(group):  # -> CRASH rank_died 1
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        sum(range(1000))
 
 
 @world_size(2)

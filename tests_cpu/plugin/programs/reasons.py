@@ -1,7 +1,6 @@
 """What ranks did before they failed, and what is true of each rank alone: reason and advice follow from it."""
 
 # options: -o ranks_hang_after=4
-import threading
 import time
 
 import pytest
@@ -51,30 +50,6 @@ def test_skipped_on_one(group):  # -> FAIL ? 1 here: what all ranks know
         pytest.skip("no data")  # HERE
 
 
-@world_size(2)
-def test_raises_in_a_traced_backward(ddp, trace):  # -> assertion 0,1: AttributeError
-    model = ddp.wrap(torch.nn.Linear(4, 1))
-    with trace(model):
-        out = model(torch.ones(2, 4))
-        out.register_hook(lambda gradient: gradient.no_such_attribute)
-        out.sum().backward()
-
-
-@world_size(2)
-def test_asserts_in_the_trace(ddp, trace):  # -> unused_parameters 0,1
-    model = ddp.wrap(Branches(), find_unused_parameters=True)
-    with trace(model):
-        model(torch.ones(2, 4)).sum().backward()
-        assert not trace.missing_gradients()
-
-
-@world_size(2)
-def test_sums(group):  # -> assertion 0,1: after they exchanged data
-    total = torch.tensor(float(group.rank))
-    dist.all_reduce(total)
-    assert total == 2
-
-
 # A file that was written after it was not found.
 def wait_for(path):
     while not path.exists():
@@ -91,24 +66,6 @@ def test_reads_at_once(group, tmp_path):  # -> rank_exception 1: before its writ
             (tmp_path / "shard").read_text()
         finally:
             (tmp_path / "has read").touch()
-    dist.barrier()
-
-
-@world_size(2)
-def test_reads_what_a_thread_writes(group, tmp_path):  # -> rank_exception 1: before its writer was done
-    def write():
-        wait_for(tmp_path / "has read")
-        (tmp_path / "index").write_text("1 2 3")
-
-    if group.rank == 0:
-        threading.Thread(target=write).start()
-    dist.barrier()
-    if group.rank == 1:
-        try:
-            torch.load(tmp_path / "index")
-        except OSError as error:
-            (tmp_path / "has read").touch()
-            raise ValueError("no index") from error
     dist.barrier()
 
 
@@ -130,17 +87,3 @@ def read(group):
 def test_waits_after_an_error(group):  # -> sleeping 0 with handled_exception
     read(group)
     dist.barrier()
-
-
-@world_size(3)
-def test_skips_after_an_error(group):  # -> skipped_collective 1 with handled_exception: part 2 is truncated
-    failed = None
-    for step in range(4):
-        try:
-            if (group.rank, step) == (1, 2):
-                raise OSError("part 2 is truncated")
-            dist.all_reduce(torch.ones(2))
-        except OSError as error:
-            failed = error
-        dist.broadcast(torch.ones(3), 0)
-    assert failed is None

@@ -1,13 +1,10 @@
-"""Timers, executors, pools and threads that act for a main thread, and ranks with more threads than a dump has."""
+"""Timers, executors, pools and threads that act for a main thread."""
 
 # slow
 # options: -o timeout=40
 import asyncio
-import fcntl
 import queue
-import re
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -96,50 +93,4 @@ def test_a_thread_multiplies(group):  # -> passes
         thread = threading.Thread(target=multiply)
         thread.start()
         thread.join()
-    dist.barrier()
-
-
-def start_idle(count):
-    ends = threading.Event()
-    for _ in range(count):
-        threading.Thread(target=ends.wait, daemon=True).start()
-
-
-@world_size(2)
-@pytest.mark.timeout(5)
-def test_both_lock_a_file(group, tmp_path):  # -> lock_deadlock ?: which rank
-    with (tmp_path / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        dist.barrier()
-
-
-@pytest.mark.timeout(8)
-@world_size(2)
-def test_sleeps_beside_many_threads(group):  # -> sleeping 1 here
-    start_idle(150)
-    if group.rank == 1:
-        time.sleep(1000)  # HERE
-    dist.barrier()
-
-
-@pytest.mark.timeout(8)
-@world_size(2)
-def test_holds_the_gil_beside_many_threads(group):  # -> gil_held 1 here
-    start_idle(150)
-    if group.rank == 1:
-        re.match(r"(a+)+b", "a" * 40)  # HERE
-    dist.barrier()
-
-
-def descend(depth):
-    # Fast until the stack is much deeper than a dump, then slow enough for the machine's memory.
-    return descend(depth + 1) if depth < 2_000_000 else descend(depth + bool(sum(range(3000))))
-
-
-@pytest.mark.timeout(12)
-@world_size(2)
-def test_descends_without_an_end(group):  # -> infinite_loop 1
-    sys.setrecursionlimit(10**9)
-    if group.rank == 1:
-        descend(0)
     dist.barrier()

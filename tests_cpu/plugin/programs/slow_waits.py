@@ -74,13 +74,3 @@ def test_loads(group):  # -> SLOW straggler 2
         dist.monitored_barrier(timeout=datetime.timedelta(seconds=1), wait_all_ranks=True)
     except RuntimeError:
         raise ValueError("other ranks did not load") from None
-
-
-@world_size(2)
-def test_prepares(group):  # -> SLOW straggler 0
-    side = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    compute(9 if group.rank == 0 else 0)
-    try:
-        dist.all_reduce(torch.ones(2), group=side)
-    except RuntimeError as error:
-        raise OSError("no data") from error

@@ -3,10 +3,8 @@
 # slow
 # options: -o timeout=15 -p no:randomly
 import datetime
-import os
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,23 +81,6 @@ class TestKept:
             time.sleep(1.5 * group.rank)
             dist.all_reduce(torch.ones(1), group=TestKept.side)
         dist.barrier()
-
-
-@world_size(2, group=None)
-def test_fails_in_a_second_default_group(tmp_path):  # -> assertion 1
-    rank = int(os.environ["RANK"])
-    for number in range(2):
-        meet(tmp_path / str(number), rank, 2, 2 + 9 * number)
-        if number == 0 and rank == 0:  # a call more in the first, which its time limit ends
-            with pytest.raises(RuntimeError):
-                dist.all_reduce(torch.ones(1))
-        elif number == 0:
-            time.sleep(2.5)
-        else:
-            time.sleep(2.5 * rank)
-            dist.all_reduce(torch.ones(1))
-        dist.destroy_process_group()
-    assert rank == 0
 
 
 @world_size(2)
