@@ -1,4 +1,4 @@
-"""What an update depends on, except gradients: the optimizer's settings, the lines that set them, and the states that were loaded.
+"""What an update depends on, except gradients: the optimizer's settings, and the states that were loaded.
 
 If ranks diverge, a difference in these may be the reason. Recorded only while a rank writes checksums.
 """
@@ -17,7 +17,6 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from nsa.trace.divergence.assignments import line_that_sets
 from nsa.trace.frames import call_site, describe, user_frames
 
 MOST = 64  # loads per test that are kept
@@ -47,7 +46,6 @@ class TrainingState:
     def __init__(self) -> None:
         self._loads: list[Load] = []
         self._set_at: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._settings: weakref.WeakKeyDictionary[Optimizer, list[dict[str, object]]] = weakref.WeakKeyDictionary()
         # By id: a module's hash may need what its class makes after `torch.nn.Module.__init__`, as that of torchmetrics does.
         self._made_at: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._is_loading = False
@@ -87,10 +85,9 @@ class TrainingState:
         return line if made is not None and made() is module else ""
 
     def made(self, optimizer: Optimizer, make: Callable[[], None]) -> None:
-        """Make an optimizer by ``make``, and record the user's line and the settings."""
+        """Make an optimizer by ``make``, and record the user's line."""
         make()
         self._set_at[optimizer] = call_site(2)
-        self._settings[optimizer] = _settings(optimizer)
 
     def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
         """Step a scheduler by ``call``; if that changes its optimizer's learning rates, record the user's line."""
@@ -102,20 +99,7 @@ class TrainingState:
         result = call()
         if [_plain(group["lr"]) for group in optimizer.param_groups] != before:
             self._set_at[optimizer] = call_site(2)
-            self._settings[optimizer] = _settings(optimizer)
         return result
-
-    def _settings_of(self, optimizer: Optimizer) -> list[dict[str, object]]:
-        """Return the settings of an optimizer. If the program has changed them directly, find the line in its source."""
-        settings = _settings(optimizer)
-        before = self._settings.get(optimizer, settings)
-        changed = {
-            name for old, new in zip(before, settings, strict=False) for name in new if old.get(name) != new[name]
-        }
-        if changed and (line := line_that_sets(min(changed))):
-            self._set_at[optimizer] = line
-        self._settings[optimizer] = settings
-        return settings
 
     def of(self, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, object]:
         """Return what a model's update depends on: its ``loads``, and the ``settings`` of its optimizer, set at line ``set_at``."""
@@ -124,7 +108,7 @@ class TrainingState:
             own = {id(p) for p in model.parameters()}
             found["loads"] = [load.as_list() for load in self._loads if _concerns(load.owner(), own)]
         if optimizer is not None:
-            found["settings"] = self._settings_of(optimizer)
+            found["settings"] = _settings(optimizer)
             found["set_at"] = self._set_at.get(optimizer, "")
         return found
 
