@@ -90,8 +90,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder), or where
-    there is none streams ``hub`` (HuggingFaceFW/fineweb-edu:sample-10BT). ``tokenizer`` is byte or a tokenizer.json.
+    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder). ``tokenizer``
+    is byte or a tokenizer.json.
     ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them. ``validation``: a file or
     folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps, and after the last.
     ``boundaries``: no token attends to another document. ``workers`` processes per rank read ``prefetch`` batches ahead (0
@@ -100,7 +100,6 @@ class DataConfig:
 
     dataset: str = "synthetic"
     path: str | None = None
-    hub: str | None = None
     tokenizer: str = "byte"
     shuffle: bool = False
     validation: str | None = None
@@ -141,18 +140,16 @@ class TraceConfig:
     ddp_buckets: bool = False
     mem_dump_every: int = number(0)
     stats_every: int = number(10)
-    tensorboard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """``every`` steps (0: never), and after the last, all that a run needs to go on is written, and the newest ``keep`` stay.
-    ``asynchronous``: written while the next steps run. ``on_error``: what a full disk, for example, means for the run.
+    ``on_error``: what a full disk, for example, means for the run.
     """
 
     every: int = number(0)
     keep: int = number(3, least=1)
-    asynchronous: bool = False
     on_error: Literal["stop", "continue"] = "stop"
 
 

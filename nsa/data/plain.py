@@ -8,9 +8,10 @@ from itertools import islice
 from pathlib import Path
 
 from nsa.config import ConfigError
-from nsa.data.documents import ROWS, Place, checked
+from nsa.data.documents import Place, checked
 
 LARGEST = 1 << 30  # bytes of one document
+ROWS = 256  # lines that are decoded at a time
 SHUFFLED = 8  # lines that stay together where documents are shuffled
 
 

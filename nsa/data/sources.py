@@ -15,7 +15,6 @@ from nsa.config import Config, ConfigError
 from nsa.data.documents import (
     Documents,
     FileDocuments,
-    HubDocuments,
     ParquetDocuments,
     ShuffledDocuments,
     files_of,
@@ -64,16 +63,11 @@ def open_source(config: Config) -> Source:
     if data.dataset in MADE:
         return MadeSource(MADE[data.dataset](length, config.model.vocab_size), config.train.seed)
     path = _path_of(data)
-    if path is not None:
-        return _packed(config, path, shuffled=data.shuffle)
-    if data.hub is None:
+    if path is None:
         raise ConfigError(
-            "dataset fineweb_edu: neither data.path nor data.hub is set; name the folder of parquet files, "
-            "or the hub's dataset, or use --dataset PATH"
+            "dataset fineweb_edu: data.path is not set; name the folder of parquet files, or use --dataset PATH"
         )
-    if data.shuffle:
-        raise ConfigError(f"data.shuffle: {data.hub} is streamed in its order; give files, or set it to false")
-    return PackedSource(HubDocuments(data.hub), _tokenizer(config), config.train.seq_len, data.max_bad_rows)
+    return _packed(config, path, shuffled=data.shuffle)
 
 
 def open_validation(config: Config) -> Source | None:
@@ -111,8 +105,7 @@ def identity(config: Config) -> dict[str, Any]:
     if data.dataset in MADE:
         return {**found, "dataset": data.dataset, "seed": config.train.seed}
     found["tokenizer"] = _content(tokenizer) if tokenizer.is_file() else data.tokenizer
-    if path is None:
-        return {**found, "hub": data.hub}
+    assert path is not None  # `open_source` has refused it
     files = files_of(path)[0]
     root = Path(path) if Path(path).is_dir() else Path(path).parent
     order = {"shuffle": config.train.seed} if data.shuffle else {}

@@ -42,7 +42,9 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
-            raise ConfigError(f"data.tokenizer={path!r}: needs tokenizers; pip install 'pytest-nsa[hub]'") from None
+            raise ConfigError(
+                f"data.tokenizer={path!r}: needs tokenizers; pip install 'pytest-nsa[tokenizers]'"
+            ) from None
         if not Path(path).is_file():
             raise ConfigError(f"data.tokenizer={path!r}: no such file; give byte, or the path of a tokenizer.json")
         try:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -27,13 +26,10 @@ from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
 from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.metrics import Metrics
-from nsa.training.pace import Pace, curve, progress_bar
+from nsa.training.pace import Pace
 from nsa.training.parallel import RankInfo, file_mark
 from nsa.training.saved import describe, newest_finite
 from nsa.training.trainer import StepResult, Trainer
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 DONE, PREEMPTED = 0, 75  # 75: EX_TEMPFAIL of sysexits.h; the run continues if it is started again
 
@@ -54,7 +50,6 @@ class Run:
     ) -> None:  # fmt: skip
         self._launcher = launcher
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
-        self._bar: tqdm[NoReturn] | None = None
         served = _attention_of(config, ranks.device)  # on each rank: one that cannot be served is refused on all
         if ranks.rank == 0:
             write_environment(folder / "env.json", attention=served)
@@ -94,12 +89,8 @@ class Run:
         self._must_stop = False
 
     def log(self, line: str) -> None:
-        """Print a line on the terminal, on rank 0 only; above the progress bar, if there is one."""
-        if self.ranks.rank != 0:
-            return
-        if self._bar is not None:
-            self._bar.write(f"[train] {line}")
-        else:
+        """Print a line on the terminal, on rank 0 only."""
+        if self.ranks.rank == 0:
             print(f"[train] {line}", flush=True)
 
     def steps(self) -> int:
@@ -111,8 +102,6 @@ class Run:
         try:
             return self._steps()
         finally:
-            if self._bar is not None:
-                self._bar.close()
             signal.signal(signal.SIGTERM, before)
             self.watchdog.close()
             self.traces.end(sys.exception())
@@ -122,8 +111,6 @@ class Run:
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
         self._pace = Pace(self.trainer.steps_done, train.steps)
-        if self.ranks.rank == 0 and sys.stdout.isatty():
-            self._bar = progress_bar(self.trainer.steps_done, train.steps)
         began = time.monotonic()
         first = True
         if train.compile != "none" or self.ranks.device.type == "cuda":
@@ -136,35 +123,27 @@ class Run:
                 self.log(f"first batch after {time.monotonic() - began:.2f} s")
                 first = False
             self._note_bad_rows(batches[-1].position.bad_rows)
-            self.trainer.step(batches, (self._must_stop or self._has_lost_launcher, self.checkpoints.is_written))
+            self.trainer.step(batches, self._must_stop or self._has_lost_launcher)
             step = self.trainer.steps_done
-            if self._bar is not None:
-                self._bar.update()
             due = bool(every) and (step % every == 0 or step == train.steps)
             is_last = step == train.steps
             validates = bool(self._held_out) and (step % self.config.data.validate_every == 0 or is_last)
             reads = due or validates or step % train.log_every == 0 or is_last
-            stop, written = self._report(validates=validates) if reads else (0, 0)
+            stop = reads and self._report(validates=validates)
             if due or stop:
                 state = self.trainer.model, self.trainer.optimizer, batches[-1].position
                 self.checkpoints.save(step, *state, finite=self._skips == 0)
-            if stop or written == self.ranks.world_size:
-                self.checkpoints.finish()
             if due:
                 self.trainer.start_clock()
             if stop:
                 why = "as its launcher has ended" if self._has_lost_launcher else "as SIGTERM asked"
                 self.log(f"stopped after step {step}, {why}: go on with --resume auto --out {self.folder}")
                 return PREEMPTED
-        self.checkpoints.finish()
-        drawn = curve(self._pace.losses)
-        if drawn:
-            self.log(drawn)
         self.log(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
         return DONE
 
-    def _report(self, *, validates: bool) -> tuple[int, int]:
-        """Read and report the figures of the last steps; return how many ranks want to stop, and have written their checkpoint.
+    def _report(self, *, validates: bool) -> bool:
+        """Read and report the figures of the last steps; return whether a rank wants to stop.
 
         With the held-out loss if it ``validates``. Raises NotFiniteError if the figures end the run.
         """
@@ -172,19 +151,16 @@ class Run:
         if validates:
             results[-1] = replace(results[-1], validation_loss=self.trainer.evaluate(self._held_out))
             self.trainer.start_clock()
-        if self._bar is not None:
-            self._bar.set_postfix(loss=f"{results[-1].loss:.3f}", refresh=False)
         if self.metrics is not None:
             for result in results:
                 line = self.metrics.add(result)
-                if self._pace.is_due(result.step, result.loss):
+                if self._pace.is_due(result.step):
                     self.log(f"{line}{self._pace.left(result.step)}")
         for result in results:
             self._skips = self._skips + 1 if result.skipped else 0
             if result.skipped:
                 self._note_skip(result)
-        stop, written = results[-1].votes
-        return max(stop, *(result.votes[0] for result in results)), written
+        return any(result.stops for result in results)
 
     def _note_skip(self, result: StepResult) -> None:
         """Report a step without an update, or raise NotFiniteError."""
@@ -196,7 +172,6 @@ class Run:
                 f"warning: step {result.step}: {what}; the step is skipped ({self._skips} in a row of {train.max_skips} allowed)"
             )
             return
-        self.checkpoints.finish()
         saved = newest_finite(self.checkpoints.folder, result.step)
         again = f"go on from {saved} (--resume)" if saved else "no checkpoint is before it: start again"
         if train.nonfinite == "stop":

@@ -202,12 +202,11 @@ def test_the_run_stops_at_the_first_odd_step(
     assert [line["step"] for line in lines(out)[8:]] == list(range(7, 13))
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_what_was_not_read_yet_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str) -> None:
+def test_what_was_not_read_yet_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are read every 5 steps and before a checkpoint: the one after the odd step is not written."""
     plant(Trainer, monkeypatch, {7})
     out = tmp_path / "out"
-    settings = ("train.log_every=5", "checkpoint.keep=1", f"checkpoint.asynchronous={asynchronous}")
+    settings = ("train.log_every=5", "checkpoint.keep=1")
     arguments = ["--config", small(tmp_path), "--out", str(out), "--save-every", "4"]
     assert train.main([*arguments, *(a for s in settings for a in ("--set", s))]) == train.NOT_FINITE
     assert saved(out) == [4]

@@ -312,21 +312,6 @@ def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
     )
 
 
-def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(tmp_path, load_config(TINY, **{"trace.tensorboard": True}), RankInfo(), 1e6)
-    for step in (1, 2):
-        metrics.add(
-            StepResult(step=step, loss=5.0 / step, lr=1e-3, tokens=10, seconds=0.5, peak_mib=1.0, gates={"cmp": 0.25})
-        )
-    metrics.close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.0), (2, 2.5)]
-    assert events.Scalars("gate/cmp")[0].value == 0.25
-    assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5.0, 2.5]
-
-
 def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
     metrics = Metrics(tmp_path, load_config(TINY), RankInfo(), 1e6)
@@ -339,7 +324,7 @@ def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
 def test_a_long_run_prints_a_line_every_few_seconds() -> None:
     """10,000 steps of 1/128 s: the first twenty, one every 5 s, and the last; the time left by the clock."""
     pace = Pace(done=100, steps=10_100)
-    due = [step for step in range(101, 10_101) if pace.is_due(step, 1.0, now=step / 128)]
+    due = [step for step in range(101, 10_101) if pace.is_due(step, now=step / 128)]
     assert due[:20] == list(range(101, 121))
     assert len(due) == 20 + 15 + 1
     assert {b - a for a, b in pairwise(due[20:-1])} == {640}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
@@ -10,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -308,22 +306,3 @@ def test_an_address_that_cannot_be_used_is_named_in_a_line(warm: WarmPython, add
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("nsa.config.ConfigError: ")
     assert says in last
-
-
-def test_a_terminal_shows_a_bar_above_which_lines_stand(warm: WarmPython, tmp_path: Path) -> None:
-    host, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 100))
-    command = ("-m", "nsa.train", "--config", TINY, "--steps", "6", "--out", str(tmp_path / "out"))
-    program = warm.popen(*command, cwd=ROOT, stdout=terminal, stderr=subprocess.STDOUT)
-    os.close(terminal)
-    seen = b""
-    with contextlib.suppress(OSError):  # EIO: the program has closed it
-        while more := os.read(host, 1 << 16):
-            seen += more
-    os.close(host)
-    text = seen.decode()
-    assert program.wait(100) == 0, text
-    assert "| 6/6 [" in text
-    assert "step/s, loss=" in text or "s/step, loss=" in text
-    assert "[train] first batch after " in text
-    assert text.count("[train] step ") == 6
