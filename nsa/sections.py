@@ -35,7 +35,6 @@ class ModelConfig:
     n_select: int = 16
     window: int = 512
     compression: Literal["mean", "mlp"] = "mean"
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
     mlp_hidden: int = number(3712, least=1)
     gate_hidden: int = number(192, least=1)
     attention: Literal["nsa", "dense"] = "nsa"
@@ -91,11 +90,10 @@ class TrainConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder). ``tokenizer``
-    is byte or a tokenizer.json.
-    ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them. ``validation``: a file or
-    folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps, and after the last.
-    ``boundaries``: no token attends to another document. ``workers`` processes per rank read ``prefetch`` batches ahead (0
-    workers: none). More than ``max_bad_rows`` rows that cannot be read end the run.
+    is byte or a tokenizer.json. ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them.
+    ``validation``: a file or folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps,
+    and after the last. ``boundaries``: no token attends to another document. ``workers`` processes per rank read batches ahead (0:
+    none). More than ``max_bad_rows`` rows that cannot be read end the run.
     """
 
     dataset: str = "synthetic"
@@ -107,7 +105,6 @@ class DataConfig:
     validate_every: int = number(100, least=1)
     boundaries: bool = False
     workers: int = number(1, most=1024)
-    prefetch: int = number(4, least=1, most=2**16)
     max_bad_rows: int = number(100)
 
 

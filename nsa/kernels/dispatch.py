@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nsa.kernels import blocks, flash, reference, sdpa
+from nsa.kernels import blocks, flash, reference
 from nsa.kernels.backends import BACKENDS, Backend, Listener
 from nsa.kernels.checks import check_compressed, check_tensors, pack_ends
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
@@ -48,24 +48,6 @@ def explain(
         return "cpu", f"our tiles serve {dtype} on cpu"
     reason = BACKENDS["triton"].why_not(dtype, device, d_k, d_v)
     return ("sdpa", reason) if reason else ("triton", f"our kernels serve {dtype} on {device.type}")
-
-
-def describe(
-    attention: str, backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int, int, int]
-) -> dict[str, str]:
-    """Return what serves a model's attention, 'nsa' or 'dense': its backend, the reason, and torch's kernel where one serves.
-
-    ``shape``: tokens S, heads H, KV groups G, head dims Dk and Dv. For dense attention one sequence is made on ``device``.
-    """
-    S, H, G, d_k, d_v = shape
-    name, why = explain(backend, dtype, device, d_k, d_v)
-    found = {"attention": attention, "backend": name, "reason": why}
-    if attention == "dense" and BACKENDS[name].dense is not None:
-        q, k, v = (
-            torch.empty(1, S, n, width, dtype=dtype, device=device) for n, width in ((H, d_k), (G, d_k), (G, d_v))
-        )
-        found["kernel"] = sdpa.dense_kernel(q.requires_grad_(), k, v)
-    return found
 
 
 def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> Backend:

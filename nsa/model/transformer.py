@@ -31,20 +31,16 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202; gate and value in one fc1) or GELU. x [B, S, dim] -> [B, S, dim]."""
+    """SwiGLU (arXiv 2002.05202; gate and value in one fc1). x [B, S, dim] -> [B, S, dim]."""
 
-    def __init__(self, dim: int, hidden: int, kind: str) -> None:
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.kind = kind
-        self.fc1 = nn.Linear(dim, 2 * hidden if kind == "swiglu" else hidden, bias=False)
+        self.fc1 = nn.Linear(dim, 2 * hidden, bias=False)
         self.fc2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.fc1(x)
-        if self.kind == "swiglu":
-            gate, value = y.chunk(2, dim=-1)
-            return self.fc2(F.silu(gate) * value)
-        return self.fc2(F.gelu(y))
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(F.silu(gate) * value)
 
 
 class Block(nn.Module):
@@ -55,7 +51,7 @@ class Block(nn.Module):
         self.norm1 = RMSNorm(m.dim, m.norm_eps)
         self.attn = NSAAttention.from_config(m) if m.attention == "nsa" else DenseAttention(m)
         self.norm2 = RMSNorm(m.dim, m.norm_eps)
-        self.mlp = MLP(m.dim, m.mlp_hidden, m.mlp)
+        self.mlp = MLP(m.dim, m.mlp_hidden)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None

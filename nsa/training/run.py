@@ -20,7 +20,7 @@ import torch
 from nsa.config import Config, ConfigError
 from nsa.data.loader import Loader
 from nsa.data.packing import Batch, Position, Source, batches
-from nsa.kernels.dispatch import describe as describe_attention
+from nsa.kernels.dispatch import explain
 from nsa.trace.environment import write_environment
 from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
@@ -53,10 +53,9 @@ class Run:
         served = _attention_of(config, ranks.device)  # on each rank: one that cannot be served is refused on all
         if ranks.rank == 0:
             write_environment(folder / "env.json", attention=served)
-            kernel = f", torch's kernel {served['kernel']}" if "kernel" in served else ""
             m = config.model
             self.log(
-                f"model: {m.n_layers} layers, dim {m.dim}, {m.attention} attention by the backend {served['backend']}{kernel} "
+                f"model: {m.n_layers} layers, dim {m.dim}, {m.attention} attention by the backend {served['backend']} "
                 f"({served['reason']})"
             )
         try:
@@ -209,14 +208,14 @@ def held_out(source: Source, config: Config, ranks: RankInfo) -> list[Batch]:
 
 
 def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
-    """Return what serves the model's attention. ConfigError for a backend that cannot."""
+    """Return what serves the model's attention, and the reason. ConfigError for a backend that cannot."""
     m = config.model
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim
     try:
-        return describe_attention(m.attention, m.backend, dtype, device, shape)
+        name, reason = explain(m.backend, dtype, device, m.head_dim, m.v_head_dim)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
+    return {"attention": m.attention, "backend": name, "reason": reason}
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from nsa import KVCache, NSAAttention, nsa_attention, selected_attention
+from nsa import KVCache, NSAAttention, nsa_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences, single
 from nsa.kernels.triton import decoding as on_gpu
@@ -27,7 +27,6 @@ from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
 from nsa.model.attention import Rotary
 from nsa.sizes import Sizes
-from tests_cpu.kernels.given_masks import masks
 from tests_cpu.kernels.large_scores import SCALE
 from tests_cpu.kernels.large_scores import large_scores as half_inputs
 
@@ -80,19 +79,6 @@ def window() -> None:
         rounded = low(f_inputs, torch.float64)
         found = ops.sliding(*f_inputs, w, 0.3, "triton")[0]
         compare(found, reference.sliding(*rounded, w=w, scale=0.3), f_inputs, rounded, tolerance)
-
-
-@check
-def given_picks() -> None:
-    """Check selections of a caller's: without a query's own block, without any."""
-    for kind in ("some", "few, and none", "the first alone", "later ones, too"):
-        inputs = [random(1, 40, 4, 16), random(1, 40, 2, 16), random(1, 40, 2, 16)]
-        f_inputs = low(inputs, torch.float32)
-        rounded = low(f_inputs, torch.float64)
-        chosen = masks(1, 40, 2, 16)[kind]
-        found = selected_attention(*f_inputs, chosen, select_block=16, scale=0.25, backend="triton")
-        wanted = reference.selected(*rounded, chosen, l_sel=16, n_sel=3, scale=0.25)
-        compare(found, wanted, f_inputs, rounded, 1e-5)
 
 
 @check
