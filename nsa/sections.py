@@ -89,16 +89,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder). ``tokenizer``
-    is byte or a tokenizer.json. ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them.
-    ``validation``: a file or folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps,
-    and after the last. ``boundaries``: no token attends to another document. ``workers`` processes per rank read batches ahead (0:
-    none). More than ``max_bad_rows`` rows that cannot be read end the run.
+    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder). Bytes are tokens.
+    ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them. ``validation``: a file or
+    folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps, and after the last.
+    ``boundaries``: no token attends to another document. ``workers`` processes per rank read batches ahead (0: none). More than
+    ``max_bad_rows`` rows that cannot be read end the run.
     """
 
     dataset: str = "synthetic"
     path: str | None = None
-    tokenizer: str = "byte"
     shuffle: bool = False
     validation: str | None = None
     validation_samples: int = number(64, least=1)
@@ -141,13 +140,10 @@ class TraceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """``every`` steps (0: never), and after the last, all that a run needs to go on is written, and the newest ``keep`` stay.
-    ``on_error``: what a full disk, for example, means for the run.
-    """
+    """``every`` steps (0: never), and after the last, all that a run needs to go on is written, and the newest ``keep`` stay."""
 
     every: int = number(0)
     keep: int = number(3, least=1)
-    on_error: Literal["stop", "continue"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

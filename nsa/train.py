@@ -44,7 +44,7 @@ EXIT_CODES = {
 RESULTS = """\
 Results:
   DIR/metrics.jsonl has a line per step: loss, learning rate, tokens per second. `pytest-nsa diagnose DIR --html` draws the losses.
-  DIR/checkpoints/ has what --resume goes on from; `python -m nsa.export` reads it, too."""
+  DIR/checkpoints/ has what --resume goes on from."""
 NEEDED = {
     "torch": "install torch>=2.6",
     "yaml": "install pyyaml",
@@ -313,7 +313,7 @@ def _boot_lines(config: Config, arguments: argparse.Namespace, rank: int) -> Non
     _print(f"[boot] loading config {config.source}")
     for line in [f"warning: {text}" for text in unknown_variables()] or ["ok"]:
         _print(f"[env-guard] {line}")
-    _print(f"[train] dataset={config.data.dataset} tokenizer={config.data.tokenizer}")
+    _print(f"[train] dataset={config.data.dataset} tokenizer=byte")
     _print(f"[train] gradient_checkpointing={checkpointing_text(config)}")
     if arguments.steps:
         _print(f"[trace] overriding steps to {arguments.steps}")

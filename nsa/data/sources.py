@@ -19,9 +19,8 @@ from nsa.data.documents import (
     ShuffledDocuments,
     files_of,
 )
-from nsa.data.packing import PackedSource, Position, Sample, Source
+from nsa.data.packing import PackedSource, Position, Sample, Source, Tokens
 from nsa.data.plain import PlainDocuments
-from nsa.data.tokens import Tokenizer, Tokens, open_tokenizer
 from nsa.sections import DataConfig
 
 
@@ -80,17 +79,7 @@ def _packed(config: Config, path: str, *, shuffled: bool) -> Source:
     files, is_parquet = files_of(path)
     documents: FileDocuments = ParquetDocuments(files) if is_parquet else PlainDocuments(files)
     ordered: Documents = ShuffledDocuments(documents, config.train.seed) if shuffled else documents
-    return PackedSource(ordered, _tokenizer(config), config.train.seq_len, config.data.max_bad_rows)
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    name, most = config.data.tokenizer, config.model.vocab_size
-    tokenizer = open_tokenizer(name)
-    if tokenizer.vocab_size > most:
-        raise ConfigError(
-            f"data.tokenizer={name!r}: has {tokenizer.vocab_size} tokens, the model {most}; raise model.vocab_size"
-        )
-    return tokenizer
+    return PackedSource(ordered, config.train.seq_len, config.data.max_bad_rows)
 
 
 def _path_of(data: DataConfig) -> str | None:
@@ -99,12 +88,11 @@ def _path_of(data: DataConfig) -> str | None:
 
 def identity(config: Config) -> dict[str, Any]:
     """Return what the samples, and so a position among them, depend on, as JSON has it; files by content, wherever they are."""
-    data, tokenizer = config.data, Path(config.data.tokenizer)
+    data = config.data
     found: dict[str, Any] = {"seq_len": config.train.seq_len}
     path = _path_of(data)
     if data.dataset in MADE:
         return {**found, "dataset": data.dataset, "seed": config.train.seed}
-    found["tokenizer"] = _content(tokenizer) if tokenizer.is_file() else data.tokenizer
     assert path is not None  # `open_source` has refused it
     files = files_of(path)[0]
     root = Path(path) if Path(path).is_dir() else Path(path).parent

@@ -13,7 +13,6 @@ from nsa.config import Config, ModelConfig
 from nsa.model.activation_checkpoint import CheckpointRange, run_block
 from nsa.model.attention import DenseAttention, NSAAttention
 from nsa.model.decoding import KVCache
-from nsa.model.loss import linear_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -66,7 +65,11 @@ class Head(nn.Linear):
     """The last linear layer: x [B, S, dim] -> logits [B, S, V]; given targets int64 [B, S], their mean cross-entropy in nats."""
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets)
+        logits = super().forward(x)
+        if targets is None:
+            return logits
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 class NSATransformer(nn.Module):
@@ -102,8 +105,7 @@ class NSATransformer(nn.Module):
         """With ``caches``, one per layer, tokens are those after what the caches have seen; for inference.
 
         With ``cu_seqlens`` (int32 [n + 1], B = 1) tokens are packed documents, of which none sees another.
-        With ``targets`` (int64 [B, S]) return their mean cross-entropy in nats, float32 [], without storing the logits of a large
-        vocabulary (`nsa.model.loss`).
+        With ``targets`` (int64 [B, S]) return their mean cross-entropy in nats, float32 [].
         """
         x = self.embed(tokens)
         if caches is not None:

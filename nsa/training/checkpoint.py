@@ -12,7 +12,6 @@ import dataclasses
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +44,10 @@ from nsa.training.saved import (
 
 
 class Checkpointer:
-    """Saves into ``folder``. Its creation and each of its calls are collectives of all ranks.
+    """Saves into ``folder``. Its creation and each of its calls are collectives of all ranks."""
 
-    ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank, with the same reason; a failed save leaves earlier
-    checkpoints unchanged.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        rank: int,
-        world_size: int,
-        on_saved: Callable[[Path], None],
-        on_failed: Callable[[str], None],
-    ) -> None:
+    def __init__(self, folder: Path, config: Config, rank: int, world_size: int) -> None:
         self.folder, self.config, self.rank, self.world_size = folder, config, rank, world_size
-        self.on_saved, self.on_failed = on_saved, on_failed
         self._data = identity(config)
         needs_gloo = dist.is_initialized() and dist.get_backend() != "gloo"  # dcp uses the CPU
         self._group = dist.new_group(backend="gloo") if needs_gloo else None
@@ -73,9 +59,13 @@ class Checkpointer:
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, finite: bool = True
-    ) -> None:
-        """Write the state after ``step``. ``finite``: whether the step's figures were."""
-        partial = self.folder / f"step_{step:08d}.partial"
+    ) -> Path:
+        """Write the state after ``step``, and return where. ``finite``: whether the step's figures were.
+
+        Raises ConfigError on all ranks where one cannot write; the checkpoints before it are unchanged then.
+        """
+        target = self.folder / f"step_{step:08d}"
+        partial = target.with_suffix(".partial")
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "random": _random_state(self.rank)}
         _ignore_single_process_warning()
@@ -83,31 +73,22 @@ class Checkpointer:
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
             self._data, as_json(self.config), torch.__version__, {}, finite,
         )  # fmt: skip
+        outcome = [""]
         try:
             writer = dcp.FileSystemWriter(partial)  # makes the folder, and shares a failure with all ranks
             dcp.save(state, storage_writer=writer, process_group=self._group)
-            reason = ""
-        except (OSError, CheckpointException) as error:
-            reason = _why_not_saved(error, partial)
-        self._end(partial, description, reason)
-
-    def _end(self, partial: Path, description: Description, reason: str) -> None:
-        """Let rank 0 rename a complete checkpoint, and inform all ranks of the outcome. Called once all have written or failed."""
-        target = partial.with_suffix("")
-        if self.rank == 0 and not reason:
-            try:
+            if self.rank == 0:
                 self._name(partial, target, description)
-            except OSError as error:
-                reason = str(error)
-        outcome = [reason]
+        except (OSError, CheckpointException) as error:
+            outcome = [_why_not_saved(error, partial)]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[0]:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            self.on_failed(f"{target.name} could not be saved: {' '.join(outcome[0].split())[:200]}")
-        elif self.rank == 0:
-            self.on_saved(target)
+            reason = " ".join(outcome[0].split())[:200]
+            raise ConfigError(f"{target.name} could not be saved: {reason}; make room and use --resume auto")
+        return target
 
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}

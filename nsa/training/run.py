@@ -76,9 +76,7 @@ class Run:
             self.log(f"resumed from {resumed} after step {self.trainer.steps_done}")
         self._held_out = [] if validation is None else held_out(validation, config, ranks)
         self.metrics = Metrics(folder, config, ranks, self.trainer.flops_per_token) if ranks.rank == 0 else None
-        self.checkpoints = Checkpointer(
-            folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.log(f"saved {path}"), self._not_saved
-        )  # fmt: skip
+        self.checkpoints = Checkpointer(folder / "checkpoints", config, ranks.rank, ranks.world_size)
         self.watchdog = Watchdog(
             folder, ranks.rank, config.train.watchdog_s, self.traces.board, self.traces.parameters_missing,
             file_mark(config.parallel.mode),
@@ -131,7 +129,8 @@ class Run:
             stop = reads and self._report(validates=validates)
             if due or stop:
                 state = self.trainer.model, self.trainer.optimizer, batches[-1].position
-                self.checkpoints.save(step, *state, finite=self._skips == 0)
+                saved = self.checkpoints.save(step, *state, finite=self._skips == 0)
+                self.log(f"saved {saved}")
             if due:
                 self.trainer.start_clock()
             if stop:
@@ -186,11 +185,6 @@ class Run:
         if count > self.bad_rows:
             self.log(f"{count} rows of the data could not be read so far, of {self.config.data.max_bad_rows} allowed")
         self.bad_rows = count
-
-    def _not_saved(self, reason: str) -> None:
-        if self.config.checkpoint.on_error == "stop":
-            raise ConfigError(f"{reason}; make room and use --resume auto, or set checkpoint.on_error: continue")
-        self.log(f"warning: {reason}; the checkpoints before it are kept, and training continues")
 
     @property
     def _has_lost_launcher(self) -> bool:
@@ -254,10 +248,10 @@ def _names_its_rank(record: logging.LogRecord) -> bool:
 
 
 class _TraceFile(logging.FileHandler):
-    """A log file that ignores a full disk, for which logging would print a stack per line."""
+    """A log file that ignores a full disk, for which logging would print a stack per line. Closing it raises then."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop a line that cannot be written to the disk. If the disk is still full at the end, closing the file raises."""
+        """Drop a line that cannot be written to the disk."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 

@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = (("whole", "decoding", "large_scores", "functional"),)
 SLOW = (
     ("rotary",),
-    ("given_picks",),
     ("window", "selection", "lists"),
     ("compression", "segments", "selected"),
     ("one_tile",),

@@ -22,7 +22,6 @@ from nsa.data import Batch, Position, batches, open_source
 from nsa.data.documents import ParquetDocuments, Place, check_parquet
 from nsa.data.loader import Loader
 from nsa.data.packing import PackedSource
-from nsa.data.tokens import ByteTokenizer, open_tokenizer
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +40,7 @@ def write(path: Path, texts: list[str | None], column: str = "text", group: int 
 
 
 def source(path: Path, seq_len: int = 16, max_bad_rows: int = 0) -> PackedSource:
-    return PackedSource(ParquetDocuments([path]), ByteTokenizer(), seq_len, max_bad_rows)
+    return PackedSource(ParquetDocuments([path]), seq_len, max_bad_rows)
 
 
 def stream(texts: list[str], count: int) -> bytes:
@@ -219,37 +218,6 @@ def test_boundaries_of_documents_over_rows(tmp_path: Path) -> None:
     # abcd0efg | hijklmno, each with one more target: documents begin at 0 and 5, and the second row at 8.
     assert batch.tokens.shape == (2, 9)
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 16]
-
-
-def test_a_tokenizer_that_truncates_and_has_gaps(tmp_path: Path) -> None:
-    """Files of encoders come with the truncation and the padding of their batches; ids may leave gaps."""
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 5000, "in": 2, "the": 3}, unk_token="[UNK]")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.enable_truncation(2)
-    made.enable_padding(pad_id=0, pad_token="[UNK]")
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert [t.tolist() for t in tokenizer.encode([b"in the in the", b"in"])] == [[2, 3, 2, 3, 5000], [2, 5000]]
-    assert tokenizer.vocab_size == 5001
-
-
-def test_a_tokenizer_of_the_library(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "in": 2, "the": 3}, unk_token="[UNK]")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert [t.tolist() for t in tokenizer.encode([b"in the beginning", b"the"])] == [[2, 3, 0, 1], [3, 1]]
-    (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer"):
-        open_tokenizer(str(tmp_path / "broken.json"))
-    with pytest.raises(ConfigError, match="no such file; give byte, or the path of a tokenizer"):
-        open_tokenizer("nowhere.json")
 
 
 def test_a_reader_that_is_killed_ends_the_training_with_its_name(warm: WarmPython, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_checkpoint_from_before_the_first_update(
         first.loss = lambda b, plain=plain: odd_loss(plain(b), "nan")  # type: ignore[method-assign]
         first.step(taken[0])
         folder = artifacts / f"checkpoints{number}"
-        writer = Checkpointer(folder, config, group.rank, 2, lambda path: None, pytest.fail)
+        writer = Checkpointer(folder, config, group.rank, 2)
         writer.save(1, first.model, first.optimizer, Position(samples=4), finite=False)
         load(folder / "step_00000001", config, again.model, again.optimizer, group.rank)
         first.loss, again.steps_done = plain, 1  # type: ignore[method-assign]
