@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from triton.runtime import interpreter
 
@@ -277,27 +276,6 @@ def rotary() -> None:
         f_x = f_wide[..., heads * D :].unflatten(-1, (heads, D))
         found = rotate(f_x, *(one.float() for one in table), False)
         compare(found, turn.turn(x, table), [f_wide], [wide], 1e-6)
-
-
-@check
-def functional() -> None:
-    """Check `torch.func.grad`, and that forward mode is refused."""
-    S, sizes = 20, Sizes(8, 4, 16, 3, 12)
-    n = blocks.num_compressed(S, *sizes[:2])
-    exact = [torch.randn(1, S, 2, 16), *(torch.randn(1, m, 1, 16) for m in (n, n, S, S, S, S)), torch.rand(1, S, 2, 3)]
-    exact = [x.double() for x in exact]
-    weight = torch.randn(1, S, 2, 16)
-
-    def loss(backend: str) -> Callable[..., torch.Tensor]:
-        return lambda *x: (nsa_attention(*x, sizes=sizes, backend=backend) * weight).sum()
-
-    inputs = [x.float() for x in exact]
-    found = torch.func.grad(loss("triton"), argnums=tuple(range(8)))(*inputs)
-    wanted = torch.func.grad(loss("reference"), argnums=tuple(range(8)))(*exact)
-    for a, e in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=0, atol=1e-4)
-    with pytest.raises(NotImplementedError, match="use backend='reference'"):
-        torch.func.jvp(loss("triton"), tuple(inputs), tuple(inputs))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -80,36 +79,6 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
         "metrics.jsonl", "traces.log", "heartbeat_rank0.jsonl", "mem_step1_rank0.json", "mem_step1_rank0.txt",
         "k_stats.csv", "fallback_counters.csv", "gate_health.jsonl", "dtypes_report.txt",
     }  # fmt: skip
-
-
-def test_safe_mode_is_one_option(tmp_path: Path, run: Run) -> None:
-    small = ["--set", "model.n_layers=1", "--set", "train.seq_len=32", "--steps", "1", "--out", str(tmp_path)]
-    code, out, errors = run("--safe", *small)
-    assert code == 0, errors
-    assert "gates cmp" in out
-    assert json.loads((tmp_path / "env.json").read_text())["variables"]["NCCL_P2P_DISABLE"] == "1"
-    with (tmp_path / "fallback_counters.csv").open() as file:
-        assert {(line["asked"], line["used"]) for line in csv.DictReader(file)} == {("math", "math")}
-
-
-@pytest.mark.slow
-def test_two_ranks_under_torchrun_with_every_trace(warm: WarmPython, tmp_path: Path) -> None:
-    traces = {
-        "NSA_TRACE_GRADS": "1",
-        "NSA_TRACE_MODULE_BWD": "1",
-        "NSA_TRACE_DDP_BUCKETS": "1",
-        "TORCH_BACKEND": "gloo",
-    }
-    result = under_torchrun(warm, "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), **traces)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("[boot] loading config") == 1
-    assert re.search(r"\[DDP\] rank=1 bucket_elems=\d+ dtype=torch\.float32", result.stdout)
-    assert "[MODULE-BWD] step=1 module=blocks.4.attn\n" in result.stdout
-    assert "[MODULE-BWD] step=1 reached=60 not_reached=0" in result.stdout
-    assert len(losses(tmp_path)) == 2
-    beats = [json.loads(line) for line in (tmp_path / "heartbeat_rank1.jsonl").read_text().splitlines()]
-    assert {b["phase"] for b in beats} >= {"forward", "backward", "optimizer"}
-    assert {b["backend"] for b in beats} == {"DDP"}
 
 
 PLANTED = """
@@ -205,13 +174,6 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(arguments: list
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "2 False"
     assert done.stderr.startswith("error: ")
-
-
-def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path, run: Run) -> None:
-    code, _, errors = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
-    assert code == 2
-    assert errors == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5), got '6:3'\n"
-    assert not (tmp_path / "out").exists()
 
 
 def test_ranks_that_would_train_apart_are_refused(
