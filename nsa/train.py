@@ -45,12 +45,6 @@ RESULTS = """\
 Results:
   DIR/metrics.jsonl has a line per step: loss, learning rate, tokens per second. `pytest-nsa diagnose DIR --html` draws the losses.
   DIR/checkpoints/ has what --resume goes on from."""
-NEEDED = {
-    "torch": "install torch>=2.6",
-    "yaml": "install pyyaml",
-    "pyarrow": "install pyarrow",
-    "numpy": "install numpy",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,11 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(config, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
-            raise
-        print(f"error: {error.name} is not installed in {sys.executable}: {NEEDED[error.name]}", file=sys.stderr)
         return USAGE_ERROR
     except OSError as error:
         if error.errno not in NOT_WRITABLE:

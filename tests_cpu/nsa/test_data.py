@@ -153,20 +153,15 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     write(tmp_path / "no_rows.parquet", [])
     write(tmp_path / "no_text.parquet", ["x"], column="content")
     pq.write_table(pa.table({"text": pa.array([1, 2])}), tmp_path / "numbers.parquet")
-    pq.write_table(pa.table([pa.array(["a"])] * 2, names=["text", "text"]), tmp_path / "twice.parquet")
-    expected = {
+    for name, message in {
         "numbers": "column 'text' holds int64; it must hold strings",
-        "twice": "2 columns are called 'text'; give a file with one",
         "truncated": "not a whole parquet file",
-        "empty": "the file is empty (0 bytes)",
+        "empty": "not a whole parquet file",
         "no_rows": "0 rows",
-        "no_text": "no column 'text' (columns: content)",
-    }
-    for name, message in expected.items():
-        with pytest.raises(ConfigError) as error:
+        "no_text": r"no column 'text' \(columns: content\)",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{name}\.parquet': {message}") as error:
             check_parquet(tmp_path / f"{name}.parquet")
-        assert message in str(error.value)
-        assert f"{name}.parquet" in str(error.value)
         assert "\n" not in str(error.value)
     write(tmp_path / "empty_texts.parquet", ["", ""])
     with pytest.raises(ConfigError, match="all its documents are empty"):

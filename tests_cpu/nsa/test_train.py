@@ -241,16 +241,6 @@ def test_a_printed_configuration_is_the_one_that_was_printed(
     assert capsys.readouterr().out == text
 
 
-def test_without_torch_the_program_says_so_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "nsa.train", "--config", "configs/tiny_cpu.yaml"], cwd=ROOT, text=True, capture_output=True,
-        timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr == f"error: torch is not installed in {sys.executable}: install torch>=2.6\n"
-
-
 JOIN = "from nsa.training.parallel import join_group; join_group('gloo', 5.0, 0.5)"
 
 
