@@ -117,17 +117,9 @@ def test_the_report_draws_the_curves(run: Path, tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("metrics.jsonl", '{"epoch": 1}\n{"step": 2, "loss": null}\n{"step": 3, "loss": NaN}\n[]\n'),
-        (
-            "metrics.jsonl",
-            '{"step": 1, "loss": Infinity, "peak_mib": 1}\n{"step": 2, "loss": "high", "peak_mib": true}\n',
-        ),
         ("gate_health.jsonl", '{"step": 1}\n{"step": 2, "means": 3}\n'),
         ("k_stats.csv", "step,layer,distance_mean\n1,a,2.5\n2,a,-\n"),
         ("mem_step1_rank0.json", ""),
-        pytest.param(
-            "metrics.jsonl", f'{{"step": 1, "loss": 1}}\n{{"step": 99, "loss": 1{400 * "0"}}}\n', id="too large"
-        ),
-        pytest.param("mem_step1_rank0.json", 100_000 * "[", id="too deep"),
     ],
 )
 def test_files_that_are_torn_or_somebody_else_s_draw_nothing(tmp_path: Path, name: str, text: str) -> None:
