@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from nsa.config import Config, ConfigError, load_config
     from nsa.kernels.compression import compress
     from nsa.kernels.dispatch import explain, nsa_attention, reference_attention
-    from nsa.kernels.given_picks import selected_attention
     from nsa.model.attention import NSAAttention
     from nsa.model.decoding import KVCache
     from nsa.model.transformer import NSATransformer, build_model
@@ -29,7 +28,6 @@ _WHERE = {
     "build_model": "nsa.model.transformer",
     "compress": "nsa.kernels.compression",
     "nsa_attention": "nsa.kernels.dispatch",
-    "selected_attention": "nsa.kernels.given_picks",
     "explain": "nsa.kernels.dispatch",
     "reference_attention": "nsa.kernels.dispatch",
 }
@@ -47,7 +45,6 @@ __all__ = [
     "load_config",
     "nsa_attention",
     "reference_attention",
-    "selected_attention",
 ]
 
 

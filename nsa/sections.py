@@ -35,7 +35,6 @@ class ModelConfig:
     n_select: int = 16
     window: int = 512
     compression: Literal["mean", "mlp"] = "mean"
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
     mlp_hidden: int = number(3712, least=1)
     gate_hidden: int = number(192, least=1)
     attention: Literal["nsa", "dense"] = "nsa"
@@ -90,25 +89,21 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder), or where
-    there is none streams ``hub`` (HuggingFaceFW/fineweb-edu:sample-10BT). ``tokenizer`` is byte or a tokenizer.json.
+    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder). Bytes are tokens.
     ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them. ``validation``: a file or
     folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps, and after the last.
-    ``boundaries``: no token attends to another document. ``workers`` processes per rank read ``prefetch`` batches ahead (0
-    workers: none). More than ``max_bad_rows`` rows that cannot be read end the run.
+    ``boundaries``: no token attends to another document. ``workers`` processes per rank read batches ahead (0: none). More than
+    ``max_bad_rows`` rows that cannot be read end the run.
     """
 
     dataset: str = "synthetic"
     path: str | None = None
-    hub: str | None = None
-    tokenizer: str = "byte"
     shuffle: bool = False
     validation: str | None = None
     validation_samples: int = number(64, least=1)
     validate_every: int = number(100, least=1)
     boundaries: bool = False
     workers: int = number(1, most=1024)
-    prefetch: int = number(4, least=1, most=2**16)
     max_bad_rows: int = number(100)
 
 
@@ -141,19 +136,14 @@ class TraceConfig:
     ddp_buckets: bool = False
     mem_dump_every: int = number(0)
     stats_every: int = number(10)
-    tensorboard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """``every`` steps (0: never), and after the last, all that a run needs to go on is written, and the newest ``keep`` stay.
-    ``asynchronous``: written while the next steps run. ``on_error``: what a full disk, for example, means for the run.
-    """
+    """``every`` steps (0: never), and after the last, all that a run needs to go on is written, and the newest ``keep`` stay."""
 
     every: int = number(0)
     keep: int = number(3, least=1)
-    asynchronous: bool = False
-    on_error: Literal["stop", "continue"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

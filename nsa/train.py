@@ -9,12 +9,11 @@ import argparse
 import errno
 import os
 import re
-import select
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from nsa.config import (
     SAFE_ENVIRONMENT,
@@ -30,7 +29,7 @@ from nsa.trace.files import find_writer
 if TYPE_CHECKING:
     from nsa.training.parallel import RankInfo
 
-USAGE_ERROR, NOT_FINITE, INTERRUPTED, OUTPUT_CLOSED = 2, 3, 130, 141
+USAGE_ERROR, NOT_FINITE, INTERRUPTED = 2, 3, 130
 WAIT_S = 30.0  # for ranks of an earlier start, if a run is resumed
 NOT_WRITABLE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR,
@@ -41,18 +40,11 @@ EXIT_CODES = {
     NOT_FINITE: "a loss or gradient is NaN or infinite (train.nonfinite): one line names the step and a checkpoint before it",
     75: "stopped by SIGTERM, or without its launcher, with a checkpoint: start it again with --resume auto",
     INTERRUPTED: "interrupted",
-    OUTPUT_CLOSED: "standard output was closed, as `| head` does",
 }
 RESULTS = """\
 Results:
   DIR/metrics.jsonl has a line per step: loss, learning rate, tokens per second. `pytest-nsa diagnose DIR --html` draws the losses.
-  DIR/checkpoints/ has what --resume goes on from; `python -m nsa.export` reads it, too."""
-NEEDED = {
-    "torch": "install torch>=2.6",
-    "yaml": "install pyyaml",
-    "pyarrow": "install pyarrow",
-    "numpy": "install numpy",
-}
+  DIR/checkpoints/ has what --resume goes on from."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,19 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
-            raise
-        print(f"error: {error.name} is not installed in {sys.executable}: {NEEDED[error.name]}", file=sys.stderr)
-        return USAGE_ERROR
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _is_output_closed():
-            _discard(sys.stdout)
-            try:
-                print("error: standard output was closed; what was written so far is kept", file=sys.stderr)
-            except BrokenPipeError:  # `2>&1 | head`
-                _discard(sys.stderr)
-            return OUTPUT_CLOSED
         if error.errno not in NOT_WRITABLE:
             raise
         what = error.filename or f"the results in {arguments.out or 'artifacts'}"
@@ -96,21 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; what was written so far is kept", file=sys.stderr)
         return INTERRUPTED
-
-
-def _is_output_closed() -> bool:
-    """Return whether standard output is a pipe without a reader."""
-    poll = select.poll()
-    try:
-        poll.register(sys.stdout, 0)
-    except (OSError, ValueError, TypeError):  # no file, or none any more
-        return False
-    return bool(poll.poll(0))
-
-
-def _discard(stream: TextIO) -> None:
-    """Write what a stream holds, and what follows, to nowhere: the interpreter flushes it at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -239,9 +204,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     info = RankInfo(rank=rank, world_size=world_size, device=device)
     if config.parallel.mode != "none":
-        # dcp's asynchronous saves want a backend for the CPU in the default group, in some versions of torch.
-        is_both = backend == "nccl" and config.checkpoint.asynchronous
-        _join("cpu:gloo,cuda:nccl" if is_both else backend, world_size)
+        _join(backend, world_size)
     try:
         folder = _folder(arguments.out, info)
         with traces_logged(folder, rank):
@@ -339,7 +302,7 @@ def _boot_lines(config: Config, arguments: argparse.Namespace, rank: int) -> Non
     _print(f"[boot] loading config {config.source}")
     for line in [f"warning: {text}" for text in unknown_variables()] or ["ok"]:
         _print(f"[env-guard] {line}")
-    _print(f"[train] dataset={config.data.dataset} tokenizer={config.data.tokenizer}")
+    _print(f"[train] dataset={config.data.dataset} tokenizer=byte")
     _print(f"[train] gradient_checkpointing={checkpointing_text(config)}")
     if arguments.steps:
         _print(f"[trace] overriding steps to {arguments.steps}")

@@ -20,7 +20,7 @@ PAGES = [
     *(ROOT / "examples").rglob("*.md"),
 ]
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:pip|pytest|pytest-nsa|python|torchrun|make|srun)\b|two\(\)|#!/bin/bash")
-# In prose: `python -m nsa.export DIR/checkpoints/step_N weights.safetensors`.
+# In prose: `python -m nsa.train --config FILE --out DIR`.
 _IN_PROSE = re.compile(r"`((?:pytest-nsa(?: [^`]*)?|python -m [^`]*|python benchmarks/[^`]*|make [a-z][^`]*))`")
 HANGS = """
 import time

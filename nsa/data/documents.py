@@ -1,4 +1,4 @@
-"""Documents, in the same order for everybody: from parquet files of FineWeb-Edu's schema, or streamed from the hub.
+"""Documents, in the same order for everybody: from parquet files of FineWeb-Edu's schema.
 
 Schema: text, id, dump, url, file_path, language, language_score, token_count, score, int_score; only ``text`` is read.
 """
@@ -14,15 +14,12 @@ import numpy as np
 
 from nsa.config import ConfigError
 
-MOST = 4 << 30  # bytes of a row group's texts
-ROWS = 256  # that are decoded at a time
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Somewhere in the documents where reading can begin: the ``epoch``-th pass over them, a file, and a part of it.
 
-    A part is a row group of a parquet file, an offset in bytes in a file of JSON lines, or a row of a stream, which has file 0.
+    A part is a row group of a parquet file, or an offset in bytes in a file of JSON lines.
     """
 
     epoch: int = 0
@@ -87,7 +84,7 @@ class ParquetDocuments:
         import pyarrow.parquet as parquet
 
         with parquet.ParquetFile(self.files[file]) as opened:
-            return _texts(opened, self.files[file], part)
+            return _texts(opened, part)
 
     def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
         """Row group by row group; one whose pages are damaged is as many rows that cannot be read."""
@@ -96,60 +93,23 @@ class ParquetDocuments:
         for number, path in enumerate(self.files[place.file :], place.file):
             with parquet.ParquetFile(path) as file:
                 for part in range(place.part if number == place.file else 0, file.num_row_groups):
-                    yield Place(place.epoch, number, part), _texts(file, path, part)
+                    yield Place(place.epoch, number, part), _texts(file, part)
 
 
-def _texts(file: Any, path: Path, part: int) -> list[bytes | None]:
+def _texts(file: Any, part: int) -> list[bytes | None]:
     import pyarrow as pa
 
     try:
-        return checked([text for batch in _batches(file, path, part) for text in batch.to_pylist()])
+        return checked(_column(file, part).to_pylist())
     except (OSError, pa.ArrowInvalid):  # pyarrow's words for pages that do not decode
         return [None] * file.metadata.row_group(part).num_rows
 
 
-def _batches(file: Any, path: Path, part: int) -> Iterator[Any]:
-    """Yield the texts of a row group as arrays of binary. ConfigError where they have more than `MOST` bytes, as a file of a few
-    thousand may decode to any number.
-    """
+def _column(file: Any, part: int) -> Any:
+    """Return the texts of a row group as an array of binary: a text may be no UTF-8."""
     import pyarrow as pa
 
-    size = 0
-    for batch in file.iter_batches(ROWS, row_groups=[part], columns=["text"], use_threads=False):
-        column = batch.column(0).cast(pa.large_binary())
-        size += column.nbytes
-        if size > MOST:
-            raise ConfigError(
-                f"dataset {str(path)!r}: row group {part} has more than {MOST >> 30} GiB of text; write it again with smaller ones"
-            )
-        yield column
-
-
-class HubDocuments:
-    """A dataset of the Hugging Face hub, streamed row by row; needs ``datasets``. ``name`` may be followed by ``:config``."""
-
-    def __init__(self, name: str, **options: Any) -> None:
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(f"data.hub={name!r}: needs datasets; pip install 'pytest-nsa[hub]'") from None
-        self.name, _, self.config = name.partition(":")
-        self.options = options
-        self._load = datasets.load_dataset
-
-    def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
-        """Rows from ``place.part`` on; ConfigError where the dataset cannot be had."""
-        try:
-            stream = self._load(self.name, self.config or None, split="train", streaming=True, **self.options)
-            for row, entry in enumerate(stream.skip(place.part), place.part):
-                text = entry.get("text")
-                yield (
-                    Place(place.epoch, 0, row),
-                    checked([text.encode("utf-8", "surrogatepass") if isinstance(text, str) else None]),
-                )
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"data.hub={self.name!r}: cannot be streamed ({reason})") from None
+    return file.read_row_group(part, columns=["text"], use_threads=False).column(0).cast(pa.large_binary())
 
 
 def checked(texts: list[bytes | None]) -> list[bytes | None]:
@@ -192,8 +152,8 @@ def _head(path: Path) -> bytes:
         return file.read(1 << 13)
 
 
-def check_parquet(file: Path) -> int:
-    """Return number of rows of a readable parquet file with a ``text`` column; ConfigError in one line otherwise."""
+def check_parquet(file: Path) -> None:
+    """Raise ConfigError, in one line, unless a file is readable parquet with rows and a ``text`` column of strings."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -201,30 +161,22 @@ def check_parquet(file: Path) -> int:
         raise ConfigError(
             f"dataset {str(file)!r}: reading parquet needs pyarrow; pip install 'pytest-nsa[data]'"
         ) from None
-    if file.stat().st_size == 0:
-        raise ConfigError(f"dataset {str(file)!r}: the file is empty (0 bytes); give a parquet file with rows")
     try:
         reader = parquet.ParquetFile(file)
         columns, rows = reader.schema_arrow.names, reader.metadata.num_rows
-        kind = reader.schema_arrow.field("text").type if columns.count("text") == 1 else None
-        # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
+        kind = reader.schema_arrow.field("text").type if "text" in columns else None
         is_text = kind is not None and (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
+        # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
         if is_text and rows:
-            for _ in _batches(reader, file, reader.num_row_groups - 1):
-                pass
+            _column(reader, reader.num_row_groups - 1)
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
-    if "text" not in columns:
+    if kind is None:
         raise ConfigError(
             f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
-        )
-    if columns.count("text") > 1:
-        raise ConfigError(
-            f"dataset {str(file)!r}: {columns.count('text')} columns are called 'text'; give a file with one"
         )
     if not is_text:
         raise ConfigError(f"dataset {str(file)!r}: column 'text' holds {kind}; it must hold strings")
     if rows == 0:
         raise ConfigError(f"dataset {str(file)!r}: 0 rows; give a parquet file with documents")
-    return int(rows)

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from nsa.config import Config, ConfigError
 from nsa.data.packing import Batch, Position, Source, batches
 
+AHEAD = 4  # batches per rank
+
 
 class _Batches(IterableDataset["Batch | ConfigError"]):
     def __init__(self, source: Source, position: Position, size: int, rank: int, world_size: int) -> None:
@@ -40,7 +42,7 @@ def _obey_the_rank_alone(worker: int) -> None:
 
 
 class Loader:
-    """This rank's batches from ``position`` on, ``data.prefetch`` of them read ahead by ``data.workers`` processes (0: by none).
+    """This rank's batches from ``position`` on, some of them read ahead by ``data.workers`` processes (0: by none).
 
     Make it before CUDA is initialised and before the process group is: its processes are forks, and a fork that holds a
     group's connections would hide from the other ranks that this one has died.
@@ -49,7 +51,7 @@ class Loader:
     def __init__(self, config: Config, source: Source, position: Position, rank: int, world_size: int) -> None:
         dataset = _Batches(source, position, config.train.batch_size, rank, world_size)
         workers = config.data.workers
-        ahead = max(1, config.data.prefetch // workers) if workers else None
+        ahead = max(1, AHEAD // workers) if workers else None
         self._loader = DataLoader(
             dataset, batch_size=None, num_workers=workers, prefetch_factor=ahead,
             multiprocessing_context="fork" if workers else None, worker_init_fn=_obey_the_rank_alone,

@@ -1,7 +1,7 @@
 """A stream of tokens cut into samples that are numbered for ever, so that which rank trains on what follows from arithmetic.
 
-Documents follow each other, a separator behind each; sample i is the tokens i * S to i * S + S (S inputs and as many
-targets: each token is predicted once). With N ranks and batches of B, rank r takes in its m-th micro-batch the samples
+Each byte is a token. Documents follow each other, a zero byte behind each; sample i is the tokens i * S to i * S + S (S inputs and
+as many targets: each token is predicted once). With N ranks and batches of B, rank r takes in its m-th micro-batch the samples
 ``first + (m * N + r) * B`` and the B - 1 behind it. So a run that goes on, with as many ranks or with others, goes on at
 ``first`` = the samples that all ranks have taken together: none is lost, and none taken twice.
 """
@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from nsa.config import ConfigError
 from nsa.data.documents import Documents, Place
-from nsa.data.tokens import Tokenizer, Tokens
 
 if TYPE_CHECKING:
     import torch
+
+Tokens = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class Batch:
 class PackedSource:
     """Samples of ``seq_len`` + 1 tokens from documents, again and again. ConfigError beyond ``max_bad_rows`` unreadable rows."""
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, seq_len: int, max_bad_rows: int) -> None:
-        self.documents, self.tokenizer, self.seq_len, self.max_bad_rows = documents, tokenizer, seq_len, max_bad_rows
+    def __init__(self, documents: Documents, seq_len: int, max_bad_rows: int) -> None:
+        self.documents, self.seq_len, self.max_bad_rows = documents, seq_len, max_bad_rows
 
     def samples(self, position: Position, wanted: Callable[[int], bool]) -> Iterator[Sample]:
         """See `Source`. Documents that no wanted sample reaches into are passed over without a copy."""
@@ -114,7 +116,8 @@ class PackedSource:
                         f"dataset: {bad} rows cannot be read, the last in part {here.part} of file {here.file}; "
                         f"data.max_bad_rows={self.max_bad_rows} allows no more: copy the data again, or raise it"
                     )
-                for tokens in self.tokenizer.encode([text for text in texts if text]):
+                for text in filter(None, texts):
+                    tokens = np.frombuffer(text + b"\0", dtype=np.uint8)
                     yield at, tokens, start
                     at += len(tokens)
             if at == before and place.file == place.part == 0:

@@ -8,16 +8,16 @@ from itertools import islice
 from pathlib import Path
 
 from nsa.config import ConfigError
-from nsa.data.documents import ROWS, Place, checked
+from nsa.data.documents import Place, checked
 
-LARGEST = 1 << 30  # bytes of one document
+ROWS = 256  # lines that are decoded at a time
 SHUFFLED = 8  # lines that stay together where documents are shuffled
 
 
 class PlainDocuments:
     """The documents of text files and of JSON lines (``*.jsonl``), file by file.
 
-    Raises ConfigError, when made, for a file that is empty, a text of more than `LARGEST` bytes, or JSON lines without ``text``.
+    Raises ConfigError, when made, for a file that is empty or is no text, and for JSON lines without ``text``.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -75,8 +75,7 @@ def _text_of(line: bytes) -> bytes | None:
 
 
 def _check(file: Path) -> None:
-    size = file.stat().st_size
-    if size == 0:
+    if file.stat().st_size == 0:
         raise ConfigError(f"dataset {str(file)!r}: the file is empty (0 bytes); give one with text")
     if not _has_lines(file):
         with file.open("rb") as text:
@@ -84,14 +83,9 @@ def _check(file: Path) -> None:
                 raise ConfigError(
                     f"dataset {str(file)!r}: is not text; give parquet, JSON lines (.jsonl) or text in UTF-8"
                 )
-        if size > LARGEST:
-            raise ConfigError(
-                f"dataset {str(file)!r}: a text file is one document, and this one has more than {LARGEST >> 30} GiB; "
-                "write its documents as lines of JSON (.jsonl), each with 'text'"
-            )
         return
     with file.open("rb") as lines:
-        first = lines.readline(LARGEST)
+        first = lines.readline()
     if _text_of(first) is None:
         raise ConfigError(
             f'dataset {str(file)!r}: line 1 is no JSON object with \'text\', as in {{"text": "..."}}: {first[:60]!r}'

@@ -15,14 +15,12 @@ from nsa.config import Config, ConfigError
 from nsa.data.documents import (
     Documents,
     FileDocuments,
-    HubDocuments,
     ParquetDocuments,
     ShuffledDocuments,
     files_of,
 )
-from nsa.data.packing import PackedSource, Position, Sample, Source
+from nsa.data.packing import PackedSource, Position, Sample, Source, Tokens
 from nsa.data.plain import PlainDocuments
-from nsa.data.tokens import Tokenizer, Tokens, open_tokenizer
 from nsa.sections import DataConfig
 
 
@@ -64,16 +62,11 @@ def open_source(config: Config) -> Source:
     if data.dataset in MADE:
         return MadeSource(MADE[data.dataset](length, config.model.vocab_size), config.train.seed)
     path = _path_of(data)
-    if path is not None:
-        return _packed(config, path, shuffled=data.shuffle)
-    if data.hub is None:
+    if path is None:
         raise ConfigError(
-            "dataset fineweb_edu: neither data.path nor data.hub is set; name the folder of parquet files, "
-            "or the hub's dataset, or use --dataset PATH"
+            "dataset fineweb_edu: data.path is not set; name the folder of parquet files, or use --dataset PATH"
         )
-    if data.shuffle:
-        raise ConfigError(f"data.shuffle: {data.hub} is streamed in its order; give files, or set it to false")
-    return PackedSource(HubDocuments(data.hub), _tokenizer(config), config.train.seq_len, data.max_bad_rows)
+    return _packed(config, path, shuffled=data.shuffle)
 
 
 def open_validation(config: Config) -> Source | None:
@@ -86,17 +79,7 @@ def _packed(config: Config, path: str, *, shuffled: bool) -> Source:
     files, is_parquet = files_of(path)
     documents: FileDocuments = ParquetDocuments(files) if is_parquet else PlainDocuments(files)
     ordered: Documents = ShuffledDocuments(documents, config.train.seed) if shuffled else documents
-    return PackedSource(ordered, _tokenizer(config), config.train.seq_len, config.data.max_bad_rows)
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    name, most = config.data.tokenizer, config.model.vocab_size
-    tokenizer = open_tokenizer(name)
-    if tokenizer.vocab_size > most:
-        raise ConfigError(
-            f"data.tokenizer={name!r}: has {tokenizer.vocab_size} tokens, the model {most}; raise model.vocab_size"
-        )
-    return tokenizer
+    return PackedSource(ordered, config.train.seq_len, config.data.max_bad_rows)
 
 
 def _path_of(data: DataConfig) -> str | None:
@@ -105,14 +88,12 @@ def _path_of(data: DataConfig) -> str | None:
 
 def identity(config: Config) -> dict[str, Any]:
     """Return what the samples, and so a position among them, depend on, as JSON has it; files by content, wherever they are."""
-    data, tokenizer = config.data, Path(config.data.tokenizer)
+    data = config.data
     found: dict[str, Any] = {"seq_len": config.train.seq_len}
     path = _path_of(data)
     if data.dataset in MADE:
         return {**found, "dataset": data.dataset, "seed": config.train.seed}
-    found["tokenizer"] = _content(tokenizer) if tokenizer.is_file() else data.tokenizer
-    if path is None:
-        return {**found, "hub": data.hub}
+    assert path is not None  # `open_source` has refused it
     files = files_of(path)[0]
     root = Path(path) if Path(path).is_dir() else Path(path).parent
     order = {"shuffle": config.train.seed} if data.shuffle else {}

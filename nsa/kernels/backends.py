@@ -1,6 +1,6 @@
 """The table of backends: what each computes, when it cannot serve, and what it does in one operator.
 
-To add one: a module with the four functions of `Branches`, and a row here; `nsa.sections.ModelConfig.backend` names it.
+To add one: a module with the four functions of `reference`, and a row here; `nsa.sections.ModelConfig.backend` names it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -20,35 +20,6 @@ from nsa.kernels.triton.operators import attend_on_gpu, selection_mask
 from nsa.sizes import KV, Sizes
 
 Listener = Callable[[torch.Tensor], None]
-
-
-class Branches(Protocol):
-    """The three branches, with the shapes of `nsa.kernels.reference`."""
-
-    def compressed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and importance."""
-
-    def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
-        """As `blocks.select`."""
-
-    def selected(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
-    ) -> torch.Tensor:  # fmt: skip
-        """Output."""
-
-    def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
-        """Output."""
-
-
-class Whole(Protocol):
-    """All three branches, weighted and summed (Eq. 5), in one operator: [B, S, H, Dv]. As `dispatch.attend`."""
-
-    def __call__(
-        self, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float,
-        ends: Sequence[int] | None, listener: Listener | None,
-    ) -> torch.Tensor: ...  # fmt: skip
 
 
 def _serves_all(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
@@ -63,14 +34,16 @@ def _serves_cpus(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -
 class Backend:
     """A row of the table. ``why_not`` returns '' where it can serve tensors (dtype, device, Dk, Dv), else the reason.
 
-    ``whole`` is None where the branches are computed one by one; ``takes_packs`` is true where it takes a pack as a whole.
+    ``branches`` has compressed, select, selected and sliding, as `nsa.kernels.reference` has them. ``whole`` is all three branches,
+    weighted and summed (Eq. 5), in one operator, with the arguments of `dispatch.attend`; None where the branches are computed one
+    by one. ``takes_packs`` is true where it takes a pack as a whole.
     ``selects_by_operator`` is true where checkpointing can keep what was selected. ``dense`` is plain causal attention, where
     another way is faster than a window of all tokens.
     """
 
-    branches: Branches
+    branches: Any
     why_not: Callable[[torch.dtype, torch.device, int, int], str] = _serves_all
-    whole: Whole | None = None
+    whole: Callable[..., torch.Tensor] | None = None
     takes_packs: bool = False
     selects_by_operator: bool = False
     dense: Callable[..., torch.Tensor] | None = None

@@ -1,19 +1,17 @@
-"""Derivatives of our operators, for autograd, for `torch.func` and for forward mode.
+"""Derivatives of our operators for autograd; forward mode and the transforms of `torch.func` are refused.
 
-`torch.library.register_autograd` of torch (2.6 to 2.13) drops the tangents of forward mode without an error, and fails under
-`torch.func.grad`. `register` takes its place: a kernel for the dispatch keys of autograd on a CPU, a GPU and the meta device, which
-go before the one that torch registers for all devices.
+`torch.library.register_autograd` of torch (2.6 to 2.13) drops the tangents of forward mode without an error. `register` takes its
+place: a kernel for the dispatch keys of autograd on a CPU, a GPU and the meta device, which go before the one that torch registers
+for all devices.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 _LIBRARY = torch.library.Library("nsa", "FRAGMENT")
 _KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
@@ -38,16 +36,14 @@ def register(
 ) -> None:
     """Give an `operator` its derivative: static methods of `torch.autograd.Function`.
 
-    An input with a tangent raises NotImplementedError, which names the backend that has forward mode.
+    An input with a tangent, and a transform that differentiates, raise NotImplementedError, which names the backend that serves.
     """
     name = call._schema.name.partition("::")[2]
 
-    class Node(_SingleLevelFunction):
-        """A node of one level of derivatives: the levels around it make their own, as the dispatcher comes to them."""
-
+    class Node(torch.autograd.Function):
         @staticmethod
         def forward(*inputs: Any) -> Any:
-            with _outer_levels(), torch._C._AutoDispatchBelowAutograd():
+            with torch._C._AutoDispatchBelowAutograd():
                 return call(*inputs)
 
     Node.__name__ = Node.__qualname__ = f"{name}_node"
@@ -55,14 +51,14 @@ def register(
     Node.setup_context = staticmethod(setup_context or _keep_nothing)
 
     def run(*inputs: Any) -> Any:
-        if has_tangent(*inputs):
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if has_tangent(*tensors) or (needs_gradient and torch._C._are_functorch_transforms_active()):
             raise NotImplementedError(
-                "NSA's fast kernels have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, forward_ad): "
-                "use backend='reference' for it"
+                "NSA's fast kernels have no forward-mode derivative and none by torch.func: use backend='reference' for it"
             )
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if isinstance(x, torch.Tensor)):
-            with _one_level():
-                return Node.apply(*inputs)
+        if needs_gradient:
+            return Node.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return call(*inputs)
 
@@ -87,22 +83,3 @@ def refuse(*_: Any) -> Any:
 
 def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     """No-op: the backward reads nothing."""
-
-
-def _one_level() -> contextlib.AbstractContextManager[None]:
-    """Return what torch requires around a node that is made inside one of `torch.func`'s transforms."""
-    if not torch._C._are_functorch_transforms_active():
-        return contextlib.nullcontext()
-    from torch._functorch.utils import enable_single_level_autograd_function
-
-    return enable_single_level_autograd_function()
-
-
-@contextlib.contextmanager
-def _outer_levels() -> Any:
-    """Let the transforms around this one record, too (grad of grad): a node's forward runs with derivatives off."""
-    if not torch._C._are_functorch_transforms_active():
-        yield
-        return
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        yield

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nsa.kernels import blocks, flash, reference, sdpa
+from nsa.kernels import blocks, flash, reference
 from nsa.kernels.backends import BACKENDS, Backend, Listener
 from nsa.kernels.checks import check_compressed, check_tensors, pack_ends
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
@@ -50,24 +50,6 @@ def explain(
     return ("sdpa", reason) if reason else ("triton", f"our kernels serve {dtype} on {device.type}")
 
 
-def describe(
-    attention: str, backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int, int, int]
-) -> dict[str, str]:
-    """Return what serves a model's attention, 'nsa' or 'dense': its backend, the reason, and torch's kernel where one serves.
-
-    ``shape``: tokens S, heads H, KV groups G, head dims Dk and Dv. For dense attention one sequence is made on ``device``.
-    """
-    S, H, G, d_k, d_v = shape
-    name, why = explain(backend, dtype, device, d_k, d_v)
-    found = {"attention": attention, "backend": name, "reason": why}
-    if attention == "dense" and BACKENDS[name].dense is not None:
-        q, k, v = (
-            torch.empty(1, S, n, width, dtype=dtype, device=device) for n, width in ((H, d_k), (G, d_k), (G, d_v))
-        )
-        found["kernel"] = sdpa.dense_kernel(q.requires_grad_(), k, v)
-    return found
-
-
 def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> Backend:
     """Return the backend; the choice is counted, in a compiled graph once, as it is traced."""
     return BACKENDS[_counted(backend, dtype, device, d_k, d_v)]
@@ -104,7 +86,13 @@ def run_branches(
     """
     if _is_empty(q):
         return dict.fromkeys(branches, nothing(q, *cmp, *win, *sel)), None
-    kernels = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]).branches
+    row = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1])
+    return _run_branches(row.branches, q, cmp, sel, win, sizes, scale, branches)
+
+
+def _run_branches(
+    kernels: Any, q: torch.Tensor, cmp: KV, sel: KV, win: KV, sizes: Sizes, scale: float, branches: tuple[Branch, ...]
+) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:
     l, d, l_sel, n_sel, w = sizes
     out: dict[Branch, torch.Tensor] = {}
     chosen = None
@@ -132,28 +120,26 @@ def attend(
     """
     if _is_empty(q):
         return nothing(q, *cmp, *win, gates, *sel)
-    wanted = backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]
-    row = BACKENDS[_named(*wanted)]
-    if row.whole is not None and (ends is None or row.takes_packs):
-        _counted(*wanted)
+    row = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1])
+    if ends is None or (row.whole is not None and row.takes_packs):
+        return _attend(row, q, cmp, sel, win, gates, sizes, scale, ends, listener)
+    parts = []
+    for s0, s1, c0, c1 in spans(ends, sizes.compress_block, sizes.compress_stride):
+        keys = cmp.between(c0, c1), sel.between(s0, s1), win.between(s0, s1)
+        parts.append(_attend(row, q[:, s0:s1], *keys, gates[:, s0:s1], sizes, scale, None, listener))
+    return torch.cat(parts, dim=1)
+
+
+def _attend(
+    row: Backend, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float,
+    ends: Sequence[int] | None, listener: Listener | None,
+) -> torch.Tensor:  # fmt: skip
+    if row.whole is not None:
         return row.whole(q, cmp, sel, win, gates, sizes, scale, ends, listener)
-    if ends is not None:
-        one: dict[str, Any] = {"sizes": sizes, "scale": scale, "backend": backend, "listener": listener}
-        parts = [
-            attend(*_part(s, q, cmp, sel, win, gates), **one)
-            for s in spans(ends, sizes.compress_block, sizes.compress_stride)
-        ]
-        return torch.cat(parts, dim=1)
-    out, found = run_branches(q, cmp, sel, win, sizes, scale=scale, backend=backend)
+    out, found = _run_branches(row.branches, q, cmp, sel, win, sizes, scale, BRANCHES)
     if found is not None and listener is not None:
         listener(found)
     return sum_branches(out, gates)
-
-
-def _part(span: tuple[int, int, int, int], q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor) -> Any:
-    """Return the arguments of `attend` for one sequence of a pack."""
-    s0, s1, c0, c1 = span
-    return q[:, s0:s1], cmp.between(c0, c1), sel.between(s0, s1), win.between(s0, s1), gates[:, s0:s1]
 
 
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, backend: str) -> torch.Tensor:
@@ -172,11 +158,6 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
 def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
     """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed."""
     return reference.gated_sum(out, gates.to(out["cmp"].dtype))
-
-
-@blocks.constant_in_graphs
-def _named(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
-    return explain(backend, dtype, device, d_k, d_v)[0]
 
 
 def nsa_attention(

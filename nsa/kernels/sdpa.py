@@ -19,7 +19,7 @@ from nsa.kernels.blocks import select
 from nsa.kernels.ops import positive_scale
 from nsa.kernels.reference import compressed
 
-__all__ = ["compressed", "dense", "dense_kernel", "select", "selected", "sliding"]
+__all__ = ["compressed", "dense", "select", "selected", "sliding"]
 
 # From Hopper on cuDNN's attention takes half of flash attention's time (docs/benchmarks_nsa.md); torch's own order has flash first.
 CUDNN_FIRST = [
@@ -57,32 +57,14 @@ def _order(device: torch.device) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Return which of torch's kernels serves `dense` for such tensors: cudnn, flash, efficient or math.
-
-    q [B, S, H, Dk], k [B, S, G, Dk], v [B, S, G, Dv], on the device and in the dtype of the call.
-    """
-    q, k, v = _as_torch_takes_them(q, k, v)
-    with _order(q.device):
-        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
-
-
-def _as_torch_takes_them(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return [B, S, heads, D] as [B, heads, S, D], v filled up to k's width, groups as they are where the kernel takes them."""
-    v = F.pad(v, (0, k.shape[-1] - v.shape[-1])) if v.shape[-1] < k.shape[-1] else v
-    if q.dtype not in (torch.float16, torch.bfloat16):  # the fused kernel that takes float32 takes no groups
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Plain causal attention in one fused call, groups as they are. v is filled up to k's width, as flash attention wants it."""
     d_v = v.shape[-1]
     q, scale = positive_scale(q, scale)
-    q, k, v = _as_torch_takes_them(q, k, v)
+    v = F.pad(v, (0, k.shape[-1] - d_v)) if d_v < k.shape[-1] else v
+    if q.dtype not in (torch.float16, torch.bfloat16):  # the fused kernel that takes float32 takes no groups
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with _order(q.device):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)[..., :d_v]

@@ -13,7 +13,6 @@ from nsa.config import Config, ModelConfig
 from nsa.model.activation_checkpoint import CheckpointRange, run_block
 from nsa.model.attention import DenseAttention, NSAAttention
 from nsa.model.decoding import KVCache
-from nsa.model.loss import linear_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -31,20 +30,16 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202; gate and value in one fc1) or GELU. x [B, S, dim] -> [B, S, dim]."""
+    """SwiGLU (arXiv 2002.05202; gate and value in one fc1). x [B, S, dim] -> [B, S, dim]."""
 
-    def __init__(self, dim: int, hidden: int, kind: str) -> None:
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.kind = kind
-        self.fc1 = nn.Linear(dim, 2 * hidden if kind == "swiglu" else hidden, bias=False)
+        self.fc1 = nn.Linear(dim, 2 * hidden, bias=False)
         self.fc2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.fc1(x)
-        if self.kind == "swiglu":
-            gate, value = y.chunk(2, dim=-1)
-            return self.fc2(F.silu(gate) * value)
-        return self.fc2(F.gelu(y))
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(F.silu(gate) * value)
 
 
 class Block(nn.Module):
@@ -55,7 +50,7 @@ class Block(nn.Module):
         self.norm1 = RMSNorm(m.dim, m.norm_eps)
         self.attn = NSAAttention.from_config(m) if m.attention == "nsa" else DenseAttention(m)
         self.norm2 = RMSNorm(m.dim, m.norm_eps)
-        self.mlp = MLP(m.dim, m.mlp_hidden, m.mlp)
+        self.mlp = MLP(m.dim, m.mlp_hidden)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None
@@ -70,7 +65,11 @@ class Head(nn.Linear):
     """The last linear layer: x [B, S, dim] -> logits [B, S, V]; given targets int64 [B, S], their mean cross-entropy in nats."""
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets)
+        logits = super().forward(x)
+        if targets is None:
+            return logits
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 class NSATransformer(nn.Module):
@@ -106,8 +105,7 @@ class NSATransformer(nn.Module):
         """With ``caches``, one per layer, tokens are those after what the caches have seen; for inference.
 
         With ``cu_seqlens`` (int32 [n + 1], B = 1) tokens are packed documents, of which none sees another.
-        With ``targets`` (int64 [B, S]) return their mean cross-entropy in nats, float32 [], without storing the logits of a large
-        vocabulary (`nsa.model.loss`).
+        With ``targets`` (int64 [B, S]) return their mean cross-entropy in nats, float32 [].
         """
         x = self.embed(tokens)
         if caches is not None:

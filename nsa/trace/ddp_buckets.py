@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace import logger
 from nsa.trace.calls.arguments import asynchronous_sum
+from nsa.trace.wrapped import watch_wraps
 
 Listener = Callable[[dist.GradBucket], None]
 
@@ -96,16 +97,11 @@ def give_way_to_user_hooks() -> None:
 def hook_new_models() -> None:
     """Register the hook with each DDP model that is made from now on, where no module's call is observed. Once per process."""
     models: WeakSet[DistributedDataParallel] = WeakSet()
-    construct, backward = DistributedDataParallel.__init__, torch.autograd.backward
+    backward = torch.autograd.backward
 
-    @functools.wraps(construct)
-    def constructed(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        try:
-            if ensure_hook(self) is not None:
-                models.add(self)
-        except Exception as error:  # an unusual model must run all the same
-            logger.warning("the reductions of DDP are not traced: %s: %s", type(error).__name__, error)
+    def hook(ddp: DistributedDataParallel) -> None:
+        if ensure_hook(ddp) is not None:
+            models.add(ddp)
 
     @functools.wraps(backward)
     def noted_backward(*args: Any, **kwargs: Any) -> None:
@@ -113,7 +109,7 @@ def hook_new_models() -> None:
             note_kept_gradients(model)
         backward(*args, **kwargs)
 
-    DistributedDataParallel.__init__ = constructed
+    watch_wraps(None, hook)
     torch.autograd.backward = noted_backward
     give_way_to_user_hooks()
 

@@ -30,15 +30,15 @@ from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.calls.compiled import outside_graphs
 from nsa.trace.ddp_buckets import ddp_models_in, ddp_numbers, ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.divergence.checksums import Checksums
-from nsa.trace.divergence.sampling import remember_wrappers
+from nsa.trace.divergence.models import count_joins, remember_wrapper
 from nsa.trace.divergence.training_state import watch_loads
-from nsa.trace.divergence.wrapped import OnWrap
 from nsa.trace.files import wall_clock
 from nsa.trace.finite import is_finite
 from nsa.trace.frames import call_site
 from nsa.trace.gradients import is_flattened
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
+from nsa.trace.wrapped import OnWrap, watch_wraps
 
 
 def _is_hooked(parameter: torch.Tensor, handle: RemovableHandle | None) -> bool:
@@ -170,7 +170,8 @@ class Observer:
 
         torch.autograd.backward = observed_backward
         give_way_to_user_hooks()
-        remember_wrappers(lambda *wrap: self.on_wrap(*wrap))
+        watch_wraps(lambda *wrap: self.on_wrap(*wrap), remember_wrapper)
+        count_joins()
         watch_loads()
 
     def _before_optimizer(self, *_: Any) -> None:

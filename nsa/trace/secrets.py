@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import re
 import tokenize
@@ -42,22 +41,6 @@ _ISSUED = (
     r"sntry[su]_[\w=+/.-]{20,}", r"AGE-SECRET-KEY-1[A-Z0-9]{20,}", r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # a JWT
 )  # fmt: skip
 _VALUES = re.compile(rf"\b(?:{'|'.join(_ISSUED)})")
-# The value is behind the option, or is its end: -pVALUE.
-_COMMANDS: tuple[tuple[str, str], ...] = (
-    (r"curl|wget", r"-u|-U|--(?:proxy-)?user(?![\w-])=?"),
-    (r"mysql\w*|mariadb\w*|mongo\w*|sshpass|(?:docker|podman) login", r"-p"),
-    (r"redis-cli", r"-a"),
-    (r"ldap\w+", r"-w"),
-    (r"zip|unzip|sqlcmd|bcp", r"-P"),
-    (r"openssl|keytool", r"-(?:store|key)?pass(?:in|out)?(?!\w)"),
-)
-_CALLS = tuple(
-    (
-        re.compile(rf"\b(?:{program})\s[^\n]*".replace(" login", r"\s+login")),
-        re.compile(rf"((?<=\s)(?:{option})\s*)[^\s-]\S*"),
-    )
-    for program, option in _COMMANDS
-)
 _NEW = rf"(?!{re.escape(MASK)})"  # does not match what is masked already
 _OF_PAIR = rf"({_BEGIN}"
 _GIVEN = r"[\"']?\s*[=:]\s*(?:[\[({]?[\"'])?)"
@@ -89,13 +72,7 @@ def masked(text: str) -> str:
     """Return ``text`` with everything masked that has the form of a secret."""
     for form, by in _FORMS:
         text = form.sub(by, text)
-    for call, option in _CALLS:
-        text = call.sub(functools.partial(_masked_call, option), text)
     return text
-
-
-def _masked_call(option: re.Pattern[str], match: re.Match[str]) -> str:
-    return option.sub(rf"\1{MASK}", match[0])
 
 
 def masked_value(value: Any) -> Any:
@@ -177,20 +154,10 @@ def _masked_literal(literal: str, is_secret: bool) -> str:
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
     """Return a command's arguments with secrets masked, also those after an option such as ``--token``."""
     found: list[str] = []
-    before, follows = "", False
-    options: re.Pattern[str] | None = None  # of the program that was named last
+    follows = False
     for argument in arguments:
-        match = options.match(argument) if options is not None else None
-        attached = match is not None and match.end() < len(argument)
-        if match is not None and attached:
-            found.append(f"{match[0]}{MASK}")
-        else:
-            found.append(MASK if follows and not argument.startswith("-") else masked(argument))
-        follows = _OPTION.fullmatch(argument) is not None or (match is not None and not attached)
-        word = argument.rpartition("/")[2]
-        named = (option for program, option in _COMMANDS if re.search(rf"(?:^|\s)(?:{program})$", f"{before} {word}"))
-        option = next(named, None)
-        options, before = options if option is None else re.compile(option), word
+        found.append(MASK if follows and not argument.startswith("-") else masked(argument))
+        follows = _OPTION.fullmatch(argument) is not None
     return found
 
 

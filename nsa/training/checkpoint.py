@@ -12,8 +12,6 @@ import dataclasses
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 
-from nsa.config import Config, ConfigError, ModelConfig, model_config
+from nsa.config import Config, ConfigError, model_config
 from nsa.data.packing import Position
 from nsa.data.sources import identity
 from nsa.trace.files import write_atomically
@@ -46,28 +44,12 @@ from nsa.training.saved import (
 
 
 class Checkpointer:
-    """Saves into ``folder``. Its creation and each of its calls are collectives of all ranks.
+    """Saves into ``folder``. Its creation and each of its calls are collectives of all ranks."""
 
-    ``asynchronous``: `save` returns once the state is copied to host memory; when `is_written` is true on all ranks, they
-    call `finish`. ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank, with the same reason; a failed
-    save leaves earlier checkpoints unchanged.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        rank: int,
-        world_size: int,
-        on_saved: Callable[[Path], None],
-        on_failed: Callable[[str], None],
-    ) -> None:
+    def __init__(self, folder: Path, config: Config, rank: int, world_size: int) -> None:
         self.folder, self.config, self.rank, self.world_size = folder, config, rank, world_size
-        self.on_saved, self.on_failed = on_saved, on_failed
         self._data = identity(config)
-        self._running: tuple[Future[Any], Path, Description] | None = None
-        # A separate group: the writing thread's collectives must not mix with the training's. On gloo: dcp uses the CPU.
-        needs_gloo = dist.is_initialized() and (config.checkpoint.asynchronous or dist.get_backend() != "gloo")
+        needs_gloo = dist.is_initialized() and dist.get_backend() != "gloo"  # dcp uses the CPU
         self._group = dist.new_group(backend="gloo") if needs_gloo else None
         if rank == 0:
             for left in (*folder.glob("step_*.partial"), *folder.glob("step_*.removed")):
@@ -77,10 +59,13 @@ class Checkpointer:
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, finite: bool = True
-    ) -> None:
-        """Write the state after ``step``. Waits first for a save that still runs. ``finite``: whether the step's figures were."""
-        self.finish()
-        partial = self.folder / f"step_{step:08d}.partial"
+    ) -> Path:
+        """Write the state after ``step``, and return where. ``finite``: whether the step's figures were.
+
+        Raises ConfigError on all ranks where one cannot write; the checkpoints before it are unchanged then.
+        """
+        target = self.folder / f"step_{step:08d}"
+        partial = target.with_suffix(".partial")
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "random": _random_state(self.rank)}
         _ignore_single_process_warning()
@@ -88,53 +73,22 @@ class Checkpointer:
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
             self._data, as_json(self.config), torch.__version__, {}, finite,
         )  # fmt: skip
+        outcome = [""]
         try:
             writer = dcp.FileSystemWriter(partial)  # makes the folder, and shares a failure with all ranks
-            if self.config.checkpoint.asynchronous:
-                running = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-                assert isinstance(running, Future)
-                self._running = running, partial, description
-                return
             dcp.save(state, storage_writer=writer, process_group=self._group)
-            reason = ""
-        except (OSError, CheckpointException) as error:
-            reason = _why_not_saved(error, partial)
-        self._end(partial, description, reason)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank has completed its part of a running save; False without a running save."""
-        return self._running is not None and self._running[0].done()
-
-    def finish(self) -> None:
-        """Wait for a running save, and rename the checkpoint, or report the failure."""
-        if self._running is None:
-            return
-        running, partial, description = self._running
-        self._running, reason = None, ""
-        try:
-            running.result()
-        except (OSError, CheckpointException) as error:
-            reason = _why_not_saved(error, partial)
-        self._end(partial, description, reason)
-
-    def _end(self, partial: Path, description: Description, reason: str) -> None:
-        """Let rank 0 rename a complete checkpoint, and inform all ranks of the outcome. Called once all have written or failed."""
-        target = partial.with_suffix("")
-        if self.rank == 0 and not reason:
-            try:
+            if self.rank == 0:
                 self._name(partial, target, description)
-            except OSError as error:
-                reason = str(error)
-        outcome = [reason]
+        except (OSError, CheckpointException) as error:
+            outcome = [_why_not_saved(error, partial)]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[0]:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            self.on_failed(f"{target.name} could not be saved: {' '.join(outcome[0].split())[:200]}")
-        elif self.rank == 0:
-            self.on_saved(target)
+            reason = " ".join(outcome[0].split())[:200]
+            raise ConfigError(f"{target.name} could not be saved: {reason}; make room and use --resume auto")
+        return target
 
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
@@ -186,10 +140,9 @@ def load_model(path: Path) -> tuple[nn.Module, Description]:
 
     refuse_damaged(path)
     described = describe(path)
-    shape = model_config(described.model, f"checkpoint {str(path)!r}")
-    _check_shapes(path, shape)
-    model = build_model(Config(model=shape))
+    model = build_model(Config(model=model_config(described.model, f"checkpoint {str(path)!r}")))
     state = {"model": model.state_dict()}
+    _metadata(path)
     read(path, state)
     model.load_state_dict(state["model"])
     return model, described
@@ -201,32 +154,6 @@ def _metadata(path: Path) -> Metadata:
         return SafeReader(path).read_metadata()
     except (pickle.UnpicklingError, OSError) as error:
         raise ConfigError(f"checkpoint {str(path)!r}: .metadata cannot be read ({error}); give another one") from None
-
-
-def _check_shapes(path: Path, shape: ModelConfig) -> None:
-    """Raise ConfigError if a checkpoint's shards hold no model of this shape, before the model, which may be large, is built."""
-    from nsa.model.transformer import build_model
-
-    saved = {name: entry for name, entry in _metadata(path).state_dict_metadata.items() if name.startswith("model.")}
-    layers = {name.split(".")[2] for name in saved if name.startswith("model.blocks.")}
-    if len(layers) != shape.n_layers:
-        raise ConfigError(
-            f"checkpoint {str(path)!r}: {DESCRIPTION} has n_layers={shape.n_layers}, and its weights are of {len(layers)} layers; "
-            "give another one"
-        )
-    wanted = {f"model.{k}": v for k, v in build_model(Config(model=shape), torch.device("meta")).state_dict().items()}
-    for name, tensor in wanted.items():
-        size = getattr(saved.get(name), "size", None)
-        if size != tensor.shape:
-            there = "is missing" if size is None else f"is {list(size)}"
-            raise ConfigError(
-                f"checkpoint {str(path)!r}: {name} {there}, and must be {list(tensor.shape)} by {DESCRIPTION}; give another one"
-            )
-    held, needed = sum(p.stat().st_size for p in path.iterdir()), sum(t.numel() for t in wanted.values())
-    if needed > held:  # a weight has 2 bytes or more
-        raise ConfigError(
-            f"checkpoint {str(path)!r}: its files have {held} bytes, too few for {needed} weights; give another one"
-        )
 
 
 def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:

@@ -1,12 +1,11 @@
-"""The figures of a training's steps: one line per step in ``metrics.jsonl``, on the terminal, and on TensorBoard on request."""
+"""The figures of a training's steps: one line per step in ``metrics.jsonl``, and on the terminal."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
-from nsa.config import Config, ConfigError
+from nsa.config import Config
 from nsa.trace.strict_json import to_json
 from nsa.training.flops import peak_flops
 from nsa.training.parallel import RankInfo
@@ -22,13 +21,10 @@ class Metrics:
         peak = peak_flops(ranks.device)
         self._peak = None if peak is None else peak * ranks.world_size
         path = folder / "metrics.jsonl"
-        if path.is_fifo():
-            raise ConfigError(f"{str(path)!r}: is a pipe; remove it, or give another folder with --out")
         self._file = path.open("a+", encoding="utf-8", buffering=1)
         self._file.seek(max(0, self._file.tell() - 1))
         if self._file.read() not in ("", "\n"):  # an incomplete line: its writer was killed
             self._file.write("\n")
-        self._board = _open_tensorboard(folder / "tensorboard") if config.trace.tensorboard else None
 
     def add(self, result: StepResult) -> str:
         """Write a step; return the line for the terminal."""
@@ -43,10 +39,6 @@ class Metrics:
         if held_out is not None:
             fields["validation_loss"] = held_out
         self._file.write(to_json(fields) + "\n")
-        if self._board is not None:
-            named = {"loss": result.loss, "lr": result.lr, "tokens_per_s": rate, "peak_mib": result.peak_mib}
-            for name, value in (*named.items(), *((f"gate/{b}", mean) for b, mean in result.gates.items())):
-                self._board.add_scalar(name, value, result.step)
         gates = " ".join(f"{name} {mean:.2f}" for name, mean in result.gates.items())
         line = (
             f"step {result.step}/{self.config.train.steps} loss {result.loss:.4f} lr {result.lr:.2e} "
@@ -56,15 +48,5 @@ class Metrics:
         return line.rstrip()
 
     def close(self) -> None:
-        """Close the file and TensorBoard."""
+        """Close the file."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _open_tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("trace.tensorboard: needs tensorboard; pip install 'pytest-nsa[tensorboard]'") from None
-    return SummaryWriter(str(folder))

@@ -14,26 +14,22 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from nsa.config import Config, ConfigError
 from nsa.data.loader import Loader
 from nsa.data.packing import Batch, Position, Source, batches
-from nsa.kernels.dispatch import describe as describe_attention
+from nsa.kernels.dispatch import explain
 from nsa.trace.environment import write_environment
 from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
 from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.metrics import Metrics
-from nsa.training.pace import Pace, curve, progress_bar
+from nsa.training.pace import Pace
 from nsa.training.parallel import RankInfo, file_mark
 from nsa.training.saved import describe, newest_finite
 from nsa.training.trainer import StepResult, Trainer
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 DONE, PREEMPTED = 0, 75  # 75: EX_TEMPFAIL of sysexits.h; the run continues if it is started again
 
@@ -54,14 +50,12 @@ class Run:
     ) -> None:  # fmt: skip
         self._launcher = launcher
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
-        self._bar: tqdm[NoReturn] | None = None
         served = _attention_of(config, ranks.device)  # on each rank: one that cannot be served is refused on all
         if ranks.rank == 0:
             write_environment(folder / "env.json", attention=served)
-            kernel = f", torch's kernel {served['kernel']}" if "kernel" in served else ""
             m = config.model
             self.log(
-                f"model: {m.n_layers} layers, dim {m.dim}, {m.attention} attention by the backend {served['backend']}{kernel} "
+                f"model: {m.n_layers} layers, dim {m.dim}, {m.attention} attention by the backend {served['backend']} "
                 f"({served['reason']})"
             )
         try:
@@ -82,9 +76,7 @@ class Run:
             self.log(f"resumed from {resumed} after step {self.trainer.steps_done}")
         self._held_out = [] if validation is None else held_out(validation, config, ranks)
         self.metrics = Metrics(folder, config, ranks, self.trainer.flops_per_token) if ranks.rank == 0 else None
-        self.checkpoints = Checkpointer(
-            folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.log(f"saved {path}"), self._not_saved
-        )  # fmt: skip
+        self.checkpoints = Checkpointer(folder / "checkpoints", config, ranks.rank, ranks.world_size)
         self.watchdog = Watchdog(
             folder, ranks.rank, config.train.watchdog_s, self.traces.board, self.traces.parameters_missing,
             file_mark(config.parallel.mode),
@@ -94,12 +86,8 @@ class Run:
         self._must_stop = False
 
     def log(self, line: str) -> None:
-        """Print a line on the terminal, on rank 0 only; above the progress bar, if there is one."""
-        if self.ranks.rank != 0:
-            return
-        if self._bar is not None:
-            self._bar.write(f"[train] {line}")
-        else:
+        """Print a line on the terminal, on rank 0 only."""
+        if self.ranks.rank == 0:
             print(f"[train] {line}", flush=True)
 
     def steps(self) -> int:
@@ -111,8 +99,6 @@ class Run:
         try:
             return self._steps()
         finally:
-            if self._bar is not None:
-                self._bar.close()
             signal.signal(signal.SIGTERM, before)
             self.watchdog.close()
             self.traces.end(sys.exception())
@@ -122,8 +108,6 @@ class Run:
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
         self._pace = Pace(self.trainer.steps_done, train.steps)
-        if self.ranks.rank == 0 and sys.stdout.isatty():
-            self._bar = progress_bar(self.trainer.steps_done, train.steps)
         began = time.monotonic()
         first = True
         if train.compile != "none" or self.ranks.device.type == "cuda":
@@ -136,35 +120,28 @@ class Run:
                 self.log(f"first batch after {time.monotonic() - began:.2f} s")
                 first = False
             self._note_bad_rows(batches[-1].position.bad_rows)
-            self.trainer.step(batches, (self._must_stop or self._has_lost_launcher, self.checkpoints.is_written))
+            self.trainer.step(batches, self._must_stop or self._has_lost_launcher)
             step = self.trainer.steps_done
-            if self._bar is not None:
-                self._bar.update()
             due = bool(every) and (step % every == 0 or step == train.steps)
             is_last = step == train.steps
             validates = bool(self._held_out) and (step % self.config.data.validate_every == 0 or is_last)
             reads = due or validates or step % train.log_every == 0 or is_last
-            stop, written = self._report(validates=validates) if reads else (0, 0)
+            stop = reads and self._report(validates=validates)
             if due or stop:
                 state = self.trainer.model, self.trainer.optimizer, batches[-1].position
-                self.checkpoints.save(step, *state, finite=self._skips == 0)
-            if stop or written == self.ranks.world_size:
-                self.checkpoints.finish()
+                saved = self.checkpoints.save(step, *state, finite=self._skips == 0)
+                self.log(f"saved {saved}")
             if due:
                 self.trainer.start_clock()
             if stop:
                 why = "as its launcher has ended" if self._has_lost_launcher else "as SIGTERM asked"
                 self.log(f"stopped after step {step}, {why}: go on with --resume auto --out {self.folder}")
                 return PREEMPTED
-        self.checkpoints.finish()
-        drawn = curve(self._pace.losses)
-        if drawn:
-            self.log(drawn)
         self.log(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
         return DONE
 
-    def _report(self, *, validates: bool) -> tuple[int, int]:
-        """Read and report the figures of the last steps; return how many ranks want to stop, and have written their checkpoint.
+    def _report(self, *, validates: bool) -> bool:
+        """Read and report the figures of the last steps; return whether a rank wants to stop.
 
         With the held-out loss if it ``validates``. Raises NotFiniteError if the figures end the run.
         """
@@ -172,19 +149,16 @@ class Run:
         if validates:
             results[-1] = replace(results[-1], validation_loss=self.trainer.evaluate(self._held_out))
             self.trainer.start_clock()
-        if self._bar is not None:
-            self._bar.set_postfix(loss=f"{results[-1].loss:.3f}", refresh=False)
         if self.metrics is not None:
             for result in results:
                 line = self.metrics.add(result)
-                if self._pace.is_due(result.step, result.loss):
+                if self._pace.is_due(result.step):
                     self.log(f"{line}{self._pace.left(result.step)}")
         for result in results:
             self._skips = self._skips + 1 if result.skipped else 0
             if result.skipped:
                 self._note_skip(result)
-        stop, written = results[-1].votes
-        return max(stop, *(result.votes[0] for result in results)), written
+        return any(result.stops for result in results)
 
     def _note_skip(self, result: StepResult) -> None:
         """Report a step without an update, or raise NotFiniteError."""
@@ -196,7 +170,6 @@ class Run:
                 f"warning: step {result.step}: {what}; the step is skipped ({self._skips} in a row of {train.max_skips} allowed)"
             )
             return
-        self.checkpoints.finish()
         saved = newest_finite(self.checkpoints.folder, result.step)
         again = f"go on from {saved} (--resume)" if saved else "no checkpoint is before it: start again"
         if train.nonfinite == "stop":
@@ -212,11 +185,6 @@ class Run:
         if count > self.bad_rows:
             self.log(f"{count} rows of the data could not be read so far, of {self.config.data.max_bad_rows} allowed")
         self.bad_rows = count
-
-    def _not_saved(self, reason: str) -> None:
-        if self.config.checkpoint.on_error == "stop":
-            raise ConfigError(f"{reason}; make room and use --resume auto, or set checkpoint.on_error: continue")
-        self.log(f"warning: {reason}; the checkpoints before it are kept, and training continues")
 
     @property
     def _has_lost_launcher(self) -> bool:
@@ -234,14 +202,14 @@ def held_out(source: Source, config: Config, ranks: RankInfo) -> list[Batch]:
 
 
 def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
-    """Return what serves the model's attention. ConfigError for a backend that cannot."""
+    """Return what serves the model's attention, and the reason. ConfigError for a backend that cannot."""
     m = config.model
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim
     try:
-        return describe_attention(m.attention, m.backend, dtype, device, shape)
+        name, reason = explain(m.backend, dtype, device, m.head_dim, m.v_head_dim)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
+    return {"attention": m.attention, "backend": name, "reason": reason}
 
 
 @contextlib.contextmanager
@@ -280,10 +248,10 @@ def _names_its_rank(record: logging.LogRecord) -> bool:
 
 
 class _TraceFile(logging.FileHandler):
-    """A log file that ignores a full disk, for which logging would print a stack per line."""
+    """A log file that ignores a full disk, for which logging would print a stack per line. Closing it raises then."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop a line that cannot be written to the disk. If the disk is still full at the end, closing the file raises."""
+        """Drop a line that cannot be written to the disk."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 

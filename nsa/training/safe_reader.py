@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from nsa.training.saved import is_name, read_file
+from nsa.training.saved import is_name
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
@@ -37,10 +37,10 @@ class SafeReader(FileSystemReader):
     """Reads ``.metadata`` by an unpickler that allows only the listed types of metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata. Raises pickle.UnpicklingError if it is not plain metadata of files in this folder, OSError without a
-        regular file.
+        """Return the metadata. Raises pickle.UnpicklingError if it is not plain metadata of files in this folder, OSError without
+        the file.
         """
-        data = read_file(Path(self.path) / ".metadata")
+        data = (Path(self.path) / ".metadata").read_bytes()
         try:
             metadata = _MetadataUnpickler(io.BytesIO(data)).load()
             places = [info.relative_path for info in metadata.storage_data.values()]

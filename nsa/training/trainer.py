@@ -35,7 +35,7 @@ class StepResult:
 
     ``grad_norm``: L2 norm of the averaged gradients before they are clipped.
     ``validation_loss``: the held-out loss after the step, where it was evaluated. ``skipped``: loss or norm is NaN or
-    infinite, and the optimizer made no update. ``votes``: for each vote of `Trainer.step`, how many ranks voted for it.
+    infinite, and the optimizer made no update. ``stops``: a rank wants to stop after the step.
     ``seconds`` include the wait for data, and are the mean if several steps were read at once.
     """
 
@@ -49,7 +49,7 @@ class StepResult:
     skipped: bool = False
     validation_loss: float | None = None
     gates: dict[str, float] = field(default_factory=dict)
-    votes: tuple[int, ...] = ()
+    stops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Unread:
     """A step with figures that are still on the device."""
 
     step: int
-    figures: torch.Tensor  # float32: loss and square of the gradients' norm, both summed over ranks, and votes
+    figures: torch.Tensor  # float32, summed over ranks: loss, square of the gradients' norm, ranks that want to stop
     lr: float
     tokens: int
 
@@ -129,12 +129,11 @@ class Trainer:
         done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
         return train.min_lr + (train.lr - train.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def step(self, batches: list[Batch], votes: tuple[bool, ...] = ()) -> None:
+    def step(self, batches: list[Batch], stops: bool = False) -> None:
         """Train on ``batches``, one per micro-step; gradients are averaged over all. `read` returns the results later.
 
-        Does not wait for the device, except in steps with statistics. ``votes`` are this rank's: all ranks read how many
-        there were, and so decide alike. If the loss or the gradients' norm is not finite on any rank, no rank makes an
-        update.
+        Does not wait for the device, except in steps with statistics. ``stops``: this rank wants to stop, which all ranks read
+        with the result. If the loss or the gradients' norm is not finite on any rank, no rank makes an update.
         """
         number = self.steps_done + 1
         every = self.config.trace.stats_every
@@ -148,7 +147,7 @@ class Trainer:
             self.gradients.reset()
         lr = self.learning_rate(number)
         self.optimizer.zero_grad(set_to_none=True)
-        figures = torch.tensor([0.0, 0.0, *map(float, votes)], device="cpu")
+        figures = torch.tensor([0.0, 0.0, float(stops)], device="cpu")
         if self.ranks.device.type == "cuda":  # from pinned memory, so that nothing waits
             figures = figures.pin_memory().to(self.ranks.device, non_blocking=True)
         # A step with statistics runs eagerly, as it would need a second compilation.
@@ -179,9 +178,9 @@ class Trainer:
             StepResult(
                 step=unread.step, loss=loss / n, lr=unread.lr, tokens=unread.tokens, seconds=seconds, peak_mib=peak,
                 grad_norm=math.sqrt(square), skipped=not (math.isfinite(loss) and math.isfinite(square)), gates=gates,
-                votes=tuple(map(round, votes)),
+                stops=stopping > 0,
             )
-            for unread, (loss, square, *votes) in zip(self._unread, found, strict=True)
+            for unread, (loss, square, stopping) in zip(self._unread, found, strict=True)
         ]  # fmt: skip
         self._unread = []
         self.start_clock()

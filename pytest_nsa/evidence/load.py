@@ -35,7 +35,7 @@ from pytest_nsa.evidence.wrapped import Wrapped
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
-AT_THE_END = ("warning", "left_running", "left_thread", "left_handler", "quit_debugger")  # events of how a rank ended
+AT_THE_END = ("warning", "left_running", "left_thread", "quit_debugger")  # events of how a rank ended
 LATEST = 16  # calls of a rank for which the sources of the callers are kept
 JOB, DUMP = 4 << 20, 8 << 20  # bytes that are read of job.json, and of a dump of stacks
 
@@ -209,7 +209,6 @@ def _read_rank(
         notes=tuple(start.get("notes", ())),
         warnings=tuple(of["warning"]),
         left_threads=tuple((e["name"], e["where"]) for e in of["left_thread"]),
-        left_handlers=tuple((e["what"], e["where"], e["call"]) for e in of["left_handler"]),
         left_running=tuple(e["command"] for e in of["left_running"]),
         pytest_exit=_first(of["pytest_exit"]),
         quit_debugger=bool(of["quit_debugger"]),

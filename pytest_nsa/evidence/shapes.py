@@ -145,7 +145,6 @@ EVENTS: dict[str, dict[str, Check]] = {
     "parameters": {"names": _list_of(is_text), "modules?": _list_of(is_text)},
     "warning": {"category?": is_text, "message?": is_text},
     "left_thread": {"name": is_text, "where": is_text},
-    "left_handler": {"what": is_text, "where": is_text, "call": is_text},
     "left_running": {"command": is_text},
     "parallel": {"kind": is_text, "needs_every_gradient?": is_flag},
     "gradients_missing": {"step": _int, "names": _list_of(is_text), "where": is_text},

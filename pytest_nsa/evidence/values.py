@@ -172,7 +172,6 @@ class RankEvidence:
     warnings: tuple[dict[str, Any], ...]
     left_running: tuple[str, ...]
     left_threads: tuple[tuple[str, str], ...]
-    left_handlers: tuple[tuple[str, str, str], ...]
     quit_debugger: bool
     pytest_exit: dict[str, Any]
     gone: float

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from os import getpid
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,8 @@ from nsa.trace.events import ignore_full_disk, local_rank, machine, record
 from nsa.trace.frames import UNUSUAL_LIBRARIES, add_user_file
 from nsa.trace.memory import limit_mib
 from nsa.trace.session import installed, is_flow_wanted
-from nsa.trace.stall import handlers, thread_errors
+from nsa.trace.stall import thread_errors
 from nsa.trace.stall.exceptions import record_exception
-from nsa.trace.stall.handlers import forget, install, lasting_handlers
 from nsa.trace.stall.threads import lasting_threads
 from nsa.trace.training import record_models
 from pytest_nsa.evidence.board import learn
@@ -71,8 +69,7 @@ def seed_alike(seed: int) -> None:
 
 
 def rehearse() -> None:
-    """Do once before ranks are forked what each of them would have to do: fill caches, install handlers."""
-    handlers.install()
+    """Do once before ranks are forked what each of them would have to do: fill caches, install hooks."""
     thread_errors.install()
     learn(board.header())
     write_lines_at_once()
@@ -173,8 +170,6 @@ class RankProcess:
         record(folder, event="start", pid=getpid(), notes=self.notes, libraries=UNUSUAL_LIBRARIES, **facts)
         session = installed()
         add_user_file(job.body)
-        install()
-        forget()
         session.begin(
             folder,
             self.number,
@@ -191,12 +186,10 @@ class RankProcess:
         flow = session.begin_flow(folder) if job.flow or is_flow_wanted() else None
         # A second run executes lines that the first has: its lines do not count.
         measuring = coverage.start(None if flow is not None else job.measures or self._coverage_settings)
-        names: Mapping[str, Any] = {}
         try:
             if self._hook_error is not None:
                 raise self._hook_error
             run = replay.prepare(job, self.items)
-            names = run.names
             session.board.text("line", run.place)
             self._join(again=job.fresh_group and self._is_used)
             self._is_used = True
@@ -225,8 +218,6 @@ class RankProcess:
         session.end(SETTLE_S if job.stay else 0.0)
         for thread, place in lasting_threads().items():
             record(folder, event="left_thread", name=thread.name, where=place)
-        for what, place, call in lasting_handlers(names):
-            record(folder, event="left_handler", what=what, where=place, call=call)
         for command in end_leftovers():
             record(folder, event="left_running", command=command)
         peaks = _peaks(memory, self.device)

@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,10 @@ _kept_alive: list[object] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every rank of a job does: ``body`` returns whether it passed; ``place`` is 'file:line in name'.
-
-    ``names`` are the globals of a collected test's own code.
-    """
+    """What every rank of a job does: ``body`` returns whether it passed; ``place`` is 'file:line in name'."""
 
     body: Callable[[RankContext], bool]
     place: str
-    names: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
@@ -81,8 +77,7 @@ def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
     if item is None:
         raise LookupError(f"{job.nodeid}: was not collected by the process that starts the ranks")
     path, line = marks.place_of(item)
-    names = getattr(inspect.unwrap(item.function), "__globals__", {}) if isinstance(item, pytest.Function) else {}
-    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{line} in {item.name}", names=names)
+    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{line} in {item.name}")
 
 
 def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:

@@ -37,7 +37,7 @@ from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
 # What a rank imports in every test: imported here once.
 PRELOAD = (
-    "torch", "torch.distributed", "nsa.trace.stall.handlers", "nsa.trace.session", "nsa.trace.stall.threads",
+    "torch", "torch.distributed", "nsa.trace.session", "nsa.trace.stall.threads",
     "nsa.trace.training", "pytest_nsa.rank.process",
 )  # fmt: skip
 # Fixtures that need the modules of LATE; without them, they are imported after the first rank that needed them.

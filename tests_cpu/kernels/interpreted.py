@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from triton.runtime import interpreter
 
-from nsa import KVCache, NSAAttention, nsa_attention, selected_attention
+from nsa import KVCache, NSAAttention, nsa_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences, single
 from nsa.kernels.triton import decoding as on_gpu
@@ -27,7 +26,6 @@ from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
 from nsa.model.attention import Rotary
 from nsa.sizes import Sizes
-from tests_cpu.kernels.given_masks import masks
 from tests_cpu.kernels.large_scores import SCALE
 from tests_cpu.kernels.large_scores import large_scores as half_inputs
 
@@ -80,19 +78,6 @@ def window() -> None:
         rounded = low(f_inputs, torch.float64)
         found = ops.sliding(*f_inputs, w, 0.3, "triton")[0]
         compare(found, reference.sliding(*rounded, w=w, scale=0.3), f_inputs, rounded, tolerance)
-
-
-@check
-def given_picks() -> None:
-    """Check selections of a caller's: without a query's own block, without any."""
-    for kind in ("some", "few, and none", "the first alone", "later ones, too"):
-        inputs = [random(1, 40, 4, 16), random(1, 40, 2, 16), random(1, 40, 2, 16)]
-        f_inputs = low(inputs, torch.float32)
-        rounded = low(f_inputs, torch.float64)
-        chosen = masks(1, 40, 2, 16)[kind]
-        found = selected_attention(*f_inputs, chosen, select_block=16, scale=0.25, backend="triton")
-        wanted = reference.selected(*rounded, chosen, l_sel=16, n_sel=3, scale=0.25)
-        compare(found, wanted, f_inputs, rounded, 1e-5)
 
 
 @check
@@ -291,27 +276,6 @@ def rotary() -> None:
         f_x = f_wide[..., heads * D :].unflatten(-1, (heads, D))
         found = rotate(f_x, *(one.float() for one in table), False)
         compare(found, turn.turn(x, table), [f_wide], [wide], 1e-6)
-
-
-@check
-def functional() -> None:
-    """Check `torch.func.grad`, and that forward mode is refused."""
-    S, sizes = 20, Sizes(8, 4, 16, 3, 12)
-    n = blocks.num_compressed(S, *sizes[:2])
-    exact = [torch.randn(1, S, 2, 16), *(torch.randn(1, m, 1, 16) for m in (n, n, S, S, S, S)), torch.rand(1, S, 2, 3)]
-    exact = [x.double() for x in exact]
-    weight = torch.randn(1, S, 2, 16)
-
-    def loss(backend: str) -> Callable[..., torch.Tensor]:
-        return lambda *x: (nsa_attention(*x, sizes=sizes, backend=backend) * weight).sum()
-
-    inputs = [x.float() for x in exact]
-    found = torch.func.grad(loss("triton"), argnums=tuple(range(8)))(*inputs)
-    wanted = torch.func.grad(loss("reference"), argnums=tuple(range(8)))(*exact)
-    for a, e in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=0, atol=1e-4)
-    with pytest.raises(NotImplementedError, match="use backend='reference'"):
-        torch.func.jvp(loss("triton"), tuple(inputs), tuple(inputs))
 
 
 @contextlib.contextmanager

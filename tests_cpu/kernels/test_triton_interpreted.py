@@ -14,10 +14,9 @@ pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 fails 
 
 ROOT = Path(__file__).resolve().parents[2]
 # The checks of one process. Some change, for the rest of their process, how work is cut.
-QUICK = (("whole", "decoding", "large_scores", "functional"),)
+QUICK = (("whole", "decoding", "large_scores"),)
 SLOW = (
     ("rotary",),
-    ("given_picks",),
     ("window", "selection", "lists"),
     ("compression", "segments", "selected"),
     ("one_tile",),

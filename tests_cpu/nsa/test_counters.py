@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nsa.trace.divergence.assignments import line_that_sets
 from nsa.trace.stall.counters import FILE, REQUEST, counted_names, counters_of, is_requested, write_counters
 from nsa.trace.stall.exceptions import record_exception
 
@@ -117,20 +115,3 @@ def test_an_exception_is_written_with_its_stack_and_its_counters(tmp_path: Path)
         "at": f"{event['file']}:{event['line']} in fails_in_a_round",
         "counters": {"step": 3},
     }
-
-
-def sets_it_too(group: dict[str, int]) -> None:
-    group["by two"] = 4
-
-
-def test_the_line_that_sets_a_key_is_found_where_one_function_does() -> None:
-    assert line_that_sets("rate").endswith(" in fails_in_a_round")
-    assert line_that_sets("no such key") == ""
-    group = {"twice": 1, "by two": 1}
-    group["twice"] = 2
-    group["twice"] += 3
-    first = inspect.getsourcelines(test_the_line_that_sets_a_key_is_found_where_one_function_does)[1] + 4
-    assert f":{first} in test_the_line" in line_that_sets("twice")
-    group["by two"] = 2
-    sets_it_too(group)
-    assert line_that_sets("by two") == ""

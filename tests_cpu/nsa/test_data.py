@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.config import Config, ConfigError, load_config
-from nsa.data import Batch, Position, batches, documents, open_source
-from nsa.data.documents import HubDocuments, ParquetDocuments, Place, check_parquet
+from nsa.data import Batch, Position, batches, open_source
+from nsa.data.documents import ParquetDocuments, Place, check_parquet
 from nsa.data.loader import Loader
 from nsa.data.packing import PackedSource
-from nsa.data.tokens import ByteTokenizer, open_tokenizer
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +40,7 @@ def write(path: Path, texts: list[str | None], column: str = "text", group: int 
 
 
 def source(path: Path, seq_len: int = 16, max_bad_rows: int = 0) -> PackedSource:
-    return PackedSource(ParquetDocuments([path]), ByteTokenizer(), seq_len, max_bad_rows)
+    return PackedSource(ParquetDocuments([path]), seq_len, max_bad_rows)
 
 
 def stream(texts: list[str], count: int) -> bytes:
@@ -147,15 +146,6 @@ def test_a_file_damaged_in_the_middle_loses_a_part(tmp_path: Path) -> None:
     assert 1 <= sum(texts == [None] for texts in parts) <= 3
 
 
-def test_a_small_file_that_decodes_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "bomb.parquet", ["x" * 10_000] * 1000, group=1000)
-    assert path.stat().st_size < 10_000
-    assert check_parquet(path) == 1000
-    monkeypatch.setattr(documents, "MOST", 1 << 20)
-    with pytest.raises(ConfigError, match=r"bomb.parquet': row group 0 has more than 0 GiB of text; write it again"):
-        check_parquet(path)
-
-
 def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.parquet", ["a" * 5000, "b" * 5000, "c"])
     (tmp_path / "truncated.parquet").write_bytes(whole.read_bytes()[:-100])
@@ -163,25 +153,16 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     write(tmp_path / "no_rows.parquet", [])
     write(tmp_path / "no_text.parquet", ["x"], column="content")
     pq.write_table(pa.table({"text": pa.array([1, 2])}), tmp_path / "numbers.parquet")
-    pq.write_table(pa.table([pa.array(["a"])] * 2, names=["text", "text"]), tmp_path / "twice.parquet")
-    expected = {
+    for name, message in {
         "numbers": "column 'text' holds int64; it must hold strings",
-        "twice": "2 columns are called 'text'; give a file with one",
         "truncated": "not a whole parquet file",
-        "empty": "the file is empty (0 bytes)",
+        "empty": "not a whole parquet file",
         "no_rows": "0 rows",
-        "no_text": "no column 'text' (columns: content)",
-    }
-    for name, message in expected.items():
-        with pytest.raises(ConfigError) as error:
+        "no_text": r"no column 'text' \(columns: content\)",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{name}\.parquet': {message}") as error:
             check_parquet(tmp_path / f"{name}.parquet")
-        assert message in str(error.value)
-        assert f"{name}.parquet" in str(error.value)
         assert "\n" not in str(error.value)
-    write(tmp_path / "control.parquet", ["x"], column="te\x1b[31m\x07xt")
-    with pytest.raises(ConfigError) as refused:
-        check_parquet(tmp_path / "control.parquet")
-    assert str(refused.value).isprintable()
     write(tmp_path / "empty_texts.parquet", ["", ""])
     with pytest.raises(ConfigError, match="all its documents are empty"):
         next(source(tmp_path / "empty_texts.parquet").samples(Position(), lambda number: True))
@@ -232,46 +213,6 @@ def test_boundaries_of_documents_over_rows(tmp_path: Path) -> None:
     # abcd0efg | hijklmno, each with one more target: documents begin at 0 and 5, and the second row at 8.
     assert batch.tokens.shape == (2, 9)
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 16]
-
-
-def test_a_tokenizer_that_truncates_and_has_gaps(tmp_path: Path) -> None:
-    """Files of encoders come with the truncation and the padding of their batches; ids may leave gaps."""
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 5000, "in": 2, "the": 3}, unk_token="[UNK]")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.enable_truncation(2)
-    made.enable_padding(pad_id=0, pad_token="[UNK]")
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert [t.tolist() for t in tokenizer.encode([b"in the in the", b"in"])] == [[2, 3, 2, 3, 5000], [2, 5000]]
-    assert tokenizer.vocab_size == 5001
-
-
-def test_a_tokenizer_of_the_library(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "in": 2, "the": 3}, unk_token="[UNK]")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert [t.tolist() for t in tokenizer.encode([b"in the beginning", b"the"])] == [[2, 3, 0, 1], [3, 1]]
-    (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer"):
-        open_tokenizer(str(tmp_path / "broken.json"))
-    with pytest.raises(ConfigError, match="no such file; give byte, or the path of a tokenizer"):
-        open_tokenizer("nowhere.json")
-
-
-def test_the_hub_s_library_streams_the_same_documents() -> None:
-    pytest.importorskip("datasets")
-    hub = HubDocuments("parquet", data_files=str(SHIPPED))
-    local = [text for _, texts in ParquetDocuments([SHIPPED]).read(Place()) for text in texts]
-    streamed = [texts[0] for _, texts in islice(hub.read(Place()), 8)]
-    assert streamed == local[:8]
-    assert next(iter(hub.read(Place(0, 0, 5)))) == (Place(0, 0, 5), [local[5]])
 
 
 def test_a_reader_that_is_killed_ends_the_training_with_its_name(warm: WarmPython, tmp_path: Path) -> None:

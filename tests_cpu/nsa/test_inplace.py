@@ -92,13 +92,6 @@ def test_statistics_of_a_batch_and_a_block_that_stands_twice() -> None:
     assert found == []
 
 
-def test_a_sparse_input_is_passed_over() -> None:
-    model = nn.Sequential(Region(lambda self, x: torch.sparse.mm(x, self.linear.weight)))
-    with watched(model, list(model)) as found:
-        model(torch.eye(4).to_sparse())
-    assert found == []
-
-
 def test_the_model_s_blocks_write_into_nothing() -> None:
     config = load_config(ROOT / "configs" / "tiny_cpu.yaml", **{"model.n_layers": 2})
     model = build_model(config)

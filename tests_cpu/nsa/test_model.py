@@ -59,10 +59,8 @@ def test_only_the_named_layers_recompute() -> None:
     assert runs == {i: 2 if 2 <= i < 5 else 1 for i in range(12)}
 
 
-@pytest.mark.parametrize(("mlp", "attention"), [("gelu", "nsa"), ("swiglu", "dense")])
-def test_variants_train(mlp: str, attention: str) -> None:
-    found = gradients(mlp=mlp, attention=attention)
-    assert all(torch.isfinite(g).all() for g in found)
+def test_the_control_trains() -> None:
+    assert all(torch.isfinite(g).all() for g in gradients(attention="dense"))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa import train
-from nsa.config import ConfigError, load_config
+from nsa.config import load_config
 from nsa.data import Position, batches, open_source
 from nsa.data.packing import Batch
 from nsa.training import run
@@ -24,8 +24,7 @@ from nsa.training.trainer import StepResult, Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 from pytest_nsa.report.curves import curves
-from tests_cpu.fsdp2 import needs_fsdp2, that_run
-from tests_cpu.warm import WarmPython
+from tests_cpu.fsdp2 import that_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
@@ -163,7 +162,7 @@ def test_a_checkpoint_from_before_the_first_update(
         first.loss = lambda b, plain=plain: odd_loss(plain(b), "nan")  # type: ignore[method-assign]
         first.step(taken[0])
         folder = artifacts / f"checkpoints{number}"
-        writer = Checkpointer(folder, config, group.rank, 2, lambda path: None, pytest.fail)
+        writer = Checkpointer(folder, config, group.rank, 2)
         writer.save(1, first.model, first.optimizer, Position(samples=4), finite=False)
         load(folder / "step_00000001", config, again.model, again.optimizer, group.rank)
         first.loss, again.steps_done = plain, 1  # type: ignore[method-assign]
@@ -202,12 +201,11 @@ def test_the_run_stops_at_the_first_odd_step(
     assert [line["step"] for line in lines(out)[8:]] == list(range(7, 13))
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_what_was_not_read_yet_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str) -> None:
+def test_what_was_not_read_yet_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are read every 5 steps and before a checkpoint: the one after the odd step is not written."""
     plant(Trainer, monkeypatch, {7})
     out = tmp_path / "out"
-    settings = ("train.log_every=5", "checkpoint.keep=1", f"checkpoint.asynchronous={asynchronous}")
+    settings = ("train.log_every=5", "checkpoint.keep=1")
     arguments = ["--config", small(tmp_path), "--out", str(out), "--save-every", "4"]
     assert train.main([*arguments, *(a for s in settings for a in ("--set", s))]) == train.NOT_FINITE
     assert saved(out) == [4]
@@ -256,33 +254,6 @@ def test_too_many_skips_in_a_row_stop_the_run(
     assert [line["step"] for line in lines(out) if line["skipped"]] == [2, 3, 5, 6, 7]
 
 
-PROGRAM = """
-import os, sys
-from nsa import train
-from nsa.training.trainer import Trainer
-plain = Trainer.loss
-if os.environ["RANK"] == "1":
-    Trainer.loss = lambda self, batch: plain(self, batch) * (float("nan") if self.steps_done + 1 == 3 else 1.0)
-code = train.main(sys.argv[1:])
-open(os.path.join(sys.argv[2], "code" + os.environ["RANK"]), "w").write(str(code))
-sys.exit(code)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_all_ranks_of_a_run_stop_alike(warm: WarmPython, tmp_path: Path, mode: str) -> None:
-    """Under torchrun, rank 1 alone has NaN."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    arguments = ["--out", str(tmp_path), "--config", small(tmp_path), "--parallel", mode, "--save-every", "2"]
-    done = warm.call(*launcher, str(tmp_path / "program.py"), *arguments, cwd=ROOT, timeout=150, nursery=True)
-    assert done.returncode == 1, done.stderr  # torchrun's own, whatever the ranks' is
-    assert [(tmp_path / f"code{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
-    assert done.stderr.count("error: step 3: the loss is nan; go on from") == 1
-    assert saved(tmp_path) == [2]
-
-
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
@@ -313,19 +284,6 @@ def test_gates_that_are_nan_are_null(tmp_path: Path) -> None:
     (line,) = lines(tmp_path, "gate_health.jsonl")
     assert line["means"] == {"cmp": None, "sel": None, "win": None}
     assert line["layers"]["blocks.0.attn.gate"]["mean"] == [None] * 3
-
-
-@pytest.mark.parametrize(("name", "value"), [("train.lr", math.nan), ("model.rope_theta", math.inf)])
-def test_a_setting_that_is_not_finite_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}={value}: must be a finite number"):
-        load_config(TINY, **{name: value})
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"max_skips=0: must be at least 1"):
-        load_config(TINY, max_skips=0)
-    with pytest.raises(ConfigError, match=r"must be one of stop, skip, got 'ignore'"):
-        load_config(TINY, nonfinite="ignore")
 
 
 def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     twice, _ = train(config, ranks, artifacts)
     assert twice == once
     begun, trainer = train(config, ranks, artifacts, steps=7)
-    writer = Checkpointer(artifacts / "checkpoints", config, group.rank, 2, lambda path: None, pytest.fail)
+    writer = Checkpointer(artifacts / "checkpoints", config, group.rank, 2)
     writer.save(7, trainer.model, trainer.optimizer, Position(samples=7 * SAMPLES))
     dist.barrier()
     again = Trainer(config, ranks, artifacts)

@@ -14,7 +14,6 @@ from nsa.data import open_source
 from nsa.data.documents import FileDocuments, ParquetDocuments, Place, ShuffledDocuments, files_of
 from nsa.data.packing import PackedSource, Position
 from nsa.data.plain import PlainDocuments
-from nsa.data.tokens import ByteTokenizer
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
 
@@ -48,7 +47,7 @@ def test_a_text_file_is_a_document_and_samples_are_the_stream(tmp_path: Path) ->
     (tmp_path / "deep" / "3.so").write_bytes(b"\0binary")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    source = PackedSource(PlainDocuments(files_of(str(tmp_path))[0]), ByteTokenizer(), 4, 0)
+    source = PackedSource(PlainDocuments(files_of(str(tmp_path))[0]), 4, 0)
     once = b"one\ntwo\n\0" + "thrée".encode() + b"\0"
     found = [bytes(sample.tokens.astype("uint8")) for sample in islice(source.samples(Position(), lambda n: True), 6)]
     assert found == [(once * 4)[4 * n : 4 * n + 5] for n in range(6)]
@@ -81,7 +80,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name: str, c
 
 def test_text_in_another_encoding_is_not_called_empty(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("é".encode("latin-1") * 9)
-    source = PackedSource(PlainDocuments(files_of(str(tmp_path))[0]), ByteTokenizer(), 4, 100)
+    source = PackedSource(PlainDocuments(files_of(str(tmp_path))[0]), 4, 100)
     with pytest.raises(
         ConfigError, match=r"dataset: 1 rows cannot be read \(no text in UTF-8\), and the others are empty"
     ):

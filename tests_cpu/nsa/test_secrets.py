@@ -22,9 +22,7 @@ SECRET = "s3cr3tvalue0123456789"
         f"basic {SECRET}==", f"train.py --token {SECRET} --steps 3", f'["--token", "{SECRET}"]', f"--hub-api-key={SECRET}",
         f"password={SECRET};user=me", f"url?token={SECRET}&x=1", f'{{"api_key": "{SECRET}"}}', f"hf_{SECRET}", f"sk-{SECRET}",
         "AKIAS3CR3TVALUE01234", f"ghp_{SECRET}", f"xoxb-{SECRET}", f"AccountName=x;AccountKey={SECRET};Suffix=y",
-        f"PGPASSWORD={SECRET} psql", f"MYSQL_PWD={SECRET}", f"DB_PASS={SECRET}", f"curl -s -u user:{SECRET} https://x",
-        f"mysql -u root -p{SECRET} db", f"sshpass -p {SECRET} ssh h", f"redis-cli -a {SECRET}",
-        f"docker login -u me -p {SECRET}", f"openssl rsa -passin pass:{SECRET}", f"login me password {SECRET}",
+        f"PGPASSWORD={SECRET} psql", f"MYSQL_PWD={SECRET}", f"DB_PASS={SECRET}", f"login me password {SECRET}",
         f"Authorization: token {SECRET}", f"Cookie: a=b; session={SECRET}", f"https://x/y?X-Amz-Signature={SECRET}&b=1",
         f"https://x/y?sv=2&sig={SECRET}", f"https://hooks.slack.com/services/T1/B1/{SECRET}", f"accessToken: {SECRET}",
         f"{{'clientSecret': '{SECRET}'}}", f"api_key=['{SECRET}']", f"config.password={SECRET}", f"x-goog-api-key: {SECRET}",
@@ -75,22 +73,7 @@ def test_what_has_not(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit",
-    [
-        "-",
-        "--",
-        "-eyJ",
-        "'-",
-        "key ",
-        "a://",
-        "token=",
-        "-----BEGIN ",
-        "_",
-        "aB",
-        "curl -u",
-        "cookie:",
-        "login x password ",
-    ],
+    "unit", ["-", "'-", "key ", "a://", "token=", "-----BEGIN ", "aB", "cookie:", "login x password "]
 )
 def test_a_long_text_is_masked_in_time_that_grows_with_its_length(unit: str) -> None:
     text = unit * (400_000 // len(unit))
@@ -121,16 +104,6 @@ def test_variables_and_arguments() -> None:
     assert masked_arguments(command) == [
         "train.py", "--token", "***", "--hub-password", "***", "--steps", "3", "--api-key=***", "--key", "--x",
     ]  # fmt: skip
-
-
-def test_what_follows_a_command_s_option_for_secrets() -> None:
-    for command in (
-        ["curl", "-u", f"me:{SECRET}", "https://x"], ["sudo", "/usr/bin/mysql", f"-p{SECRET}"], ["sshpass", "-p", SECRET, "ssh"],
-        ["docker", "login", "-p", SECRET],
-    ):  # fmt: skip
-        assert SECRET not in " ".join(masked_arguments(command))
-    kept = ["pytest", "-p", "no:cacheprovider", "docker", "run", "-p", "8080:80", "curl", "--user-agent", "me"]
-    assert masked_arguments(kept) == kept
 
 
 def test_a_value_is_masked_by_the_name_in_its_pair() -> None:

@@ -117,17 +117,9 @@ def test_the_report_draws_the_curves(run: Path, tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("metrics.jsonl", '{"epoch": 1}\n{"step": 2, "loss": null}\n{"step": 3, "loss": NaN}\n[]\n'),
-        (
-            "metrics.jsonl",
-            '{"step": 1, "loss": Infinity, "peak_mib": 1}\n{"step": 2, "loss": "high", "peak_mib": true}\n',
-        ),
         ("gate_health.jsonl", '{"step": 1}\n{"step": 2, "means": 3}\n'),
         ("k_stats.csv", "step,layer,distance_mean\n1,a,2.5\n2,a,-\n"),
         ("mem_step1_rank0.json", ""),
-        pytest.param(
-            "metrics.jsonl", f'{{"step": 1, "loss": 1}}\n{{"step": 99, "loss": 1{400 * "0"}}}\n', id="too large"
-        ),
-        pytest.param("mem_step1_rank0.json", 100_000 * "[", id="too deep"),
     ],
 )
 def test_files_that_are_torn_or_somebody_else_s_draw_nothing(tmp_path: Path, name: str, text: str) -> None:
@@ -184,27 +176,6 @@ def test_a_gate_that_dies_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCa
     line = json.loads((tmp_path / "gate_health.jsonl").read_text().splitlines()[0])
     assert line["layers"]["blocks.1.attn.gate"]["saturated"] == [1.0, 0.0, 0.0]
     assert line["collapsed"] == []
-
-
-def test_the_watchdog_reports_what_is_stalled(tmp_path: Path) -> None:
-    from nsa.trace.board import Board
-
-    board = Board(None)
-    board.phase("backward")
-    board.number("gradients_expected", 195)
-    watchdog = Watchdog(tmp_path, 3, 0.3, board, lambda: ["blocks.4.attn.out.weight"])
-    watchdog.feed()
-    while not (tmp_path / "mem_stall_rank3.txt").exists():  # the last of what it writes
-        time.sleep(0.02)
-    watchdog.close()
-    text = watchdog.path.read_text()
-    assert re.search(
-        r"^Current thread 0x\w+ \(most recent call first\):\n(  File .*\n)*.* in test_the_watchdog_reports", text, re.M
-    )
-    assert "rank 3 has been stalled for 0 s: backward of step 0, 0 modules called, 0 of 195 gradients" in text
-    assert "[GRAD-TRACE] in_backward_step0 arrived=194 missing=1\n  - MISSING: blocks.4.attn.out.weight\n" in text
-    assert (tmp_path / "all_missing_params.txt").read_text() == "step0 blocks.4.attn.out.weight rank=3\n"
-    assert json.loads((tmp_path / "mem_stall_rank3.json").read_text())["rss_mib"] > 1
 
 
 def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
@@ -312,21 +283,6 @@ def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
     )
 
 
-def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(tmp_path, load_config(TINY, **{"trace.tensorboard": True}), RankInfo(), 1e6)
-    for step in (1, 2):
-        metrics.add(
-            StepResult(step=step, loss=5.0 / step, lr=1e-3, tokens=10, seconds=0.5, peak_mib=1.0, gates={"cmp": 0.25})
-        )
-    metrics.close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.0), (2, 2.5)]
-    assert events.Scalars("gate/cmp")[0].value == 0.25
-    assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5.0, 2.5]
-
-
 def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
     metrics = Metrics(tmp_path, load_config(TINY), RankInfo(), 1e6)
@@ -339,7 +295,7 @@ def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
 def test_a_long_run_prints_a_line_every_few_seconds() -> None:
     """10,000 steps of 1/128 s: the first twenty, one every 5 s, and the last; the time left by the clock."""
     pace = Pace(done=100, steps=10_100)
-    due = [step for step in range(101, 10_101) if pace.is_due(step, 1.0, now=step / 128)]
+    due = [step for step in range(101, 10_101) if pace.is_due(step, now=step / 128)]
     assert due[:20] == list(range(101, 121))
     assert len(due) == 20 + 15 + 1
     assert {b - a for a, b in pairwise(due[20:-1])} == {640}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,36 +79,6 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
         "metrics.jsonl", "traces.log", "heartbeat_rank0.jsonl", "mem_step1_rank0.json", "mem_step1_rank0.txt",
         "k_stats.csv", "fallback_counters.csv", "gate_health.jsonl", "dtypes_report.txt",
     }  # fmt: skip
-
-
-def test_safe_mode_is_one_option(tmp_path: Path, run: Run) -> None:
-    small = ["--set", "model.n_layers=1", "--set", "train.seq_len=32", "--steps", "1", "--out", str(tmp_path)]
-    code, out, errors = run("--safe", *small)
-    assert code == 0, errors
-    assert "gates cmp" in out
-    assert json.loads((tmp_path / "env.json").read_text())["variables"]["NCCL_P2P_DISABLE"] == "1"
-    with (tmp_path / "fallback_counters.csv").open() as file:
-        assert {(line["asked"], line["used"]) for line in csv.DictReader(file)} == {("math", "math")}
-
-
-@pytest.mark.slow
-def test_two_ranks_under_torchrun_with_every_trace(warm: WarmPython, tmp_path: Path) -> None:
-    traces = {
-        "NSA_TRACE_GRADS": "1",
-        "NSA_TRACE_MODULE_BWD": "1",
-        "NSA_TRACE_DDP_BUCKETS": "1",
-        "TORCH_BACKEND": "gloo",
-    }
-    result = under_torchrun(warm, "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), **traces)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("[boot] loading config") == 1
-    assert re.search(r"\[DDP\] rank=1 bucket_elems=\d+ dtype=torch\.float32", result.stdout)
-    assert "[MODULE-BWD] step=1 module=blocks.4.attn\n" in result.stdout
-    assert "[MODULE-BWD] step=1 reached=60 not_reached=0" in result.stdout
-    assert len(losses(tmp_path)) == 2
-    beats = [json.loads(line) for line in (tmp_path / "heartbeat_rank1.jsonl").read_text().splitlines()]
-    assert {b["phase"] for b in beats} >= {"forward", "backward", "optimizer"}
-    assert {b["backend"] for b in beats} == {"DDP"}
 
 
 PLANTED = """
@@ -209,13 +176,6 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(arguments: list
     assert done.stderr.startswith("error: ")
 
 
-def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path, run: Run) -> None:
-    code, _, errors = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
-    assert code == 2
-    assert errors == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5), got '6:3'\n"
-    assert not (tmp_path / "out").exists()
-
-
 def test_ranks_that_would_train_apart_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,16 +241,6 @@ def test_a_printed_configuration_is_the_one_that_was_printed(
     assert capsys.readouterr().out == text
 
 
-def test_without_torch_the_program_says_so_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "nsa.train", "--config", "configs/tiny_cpu.yaml"], cwd=ROOT, text=True, capture_output=True,
-        timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr == f"error: torch is not installed in {sys.executable}: install torch>=2.6\n"
-
-
 JOIN = "from nsa.training.parallel import join_group; join_group('gloo', 5.0, 0.5)"
 
 
@@ -308,22 +258,3 @@ def test_an_address_that_cannot_be_used_is_named_in_a_line(warm: WarmPython, add
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("nsa.config.ConfigError: ")
     assert says in last
-
-
-def test_a_terminal_shows_a_bar_above_which_lines_stand(warm: WarmPython, tmp_path: Path) -> None:
-    host, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 100))
-    command = ("-m", "nsa.train", "--config", TINY, "--steps", "6", "--out", str(tmp_path / "out"))
-    program = warm.popen(*command, cwd=ROOT, stdout=terminal, stderr=subprocess.STDOUT)
-    os.close(terminal)
-    seen = b""
-    with contextlib.suppress(OSError):  # EIO: the program has closed it
-        while more := os.read(host, 1 << 16):
-            seen += more
-    os.close(host)
-    text = seen.decode()
-    assert program.wait(100) == 0, text
-    assert "| 6/6 [" in text
-    assert "step/s, loss=" in text or "s/step, loss=" in text
-    assert "[train] first batch after " in text
-    assert text.count("[train] step ") == 6

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,21 +22,3 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, warm
     assert code == 2, errors
     assert errors.startswith(f"error: {f'Is a directory: {path}' if is_folder else full} cannot be written; ")
     assert len(errors.splitlines()) == 1
-
-
-def test_a_pipe_in_the_place_of_a_file_is_refused_in_one_line(tmp_path: Path, warm: WarmPython) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    code, _, errors = warm.run_program("nsa.train", ROOT, [*TWO_STEPS, "--out", str(tmp_path)], 150, {})
-    assert code == 2, errors
-    assert errors.startswith(f"error: '{tmp_path / 'metrics.jsonl'}': is a pipe; ")
-    assert len(errors.splitlines()) == 1
-
-
-def test_a_closed_output_ends_a_run_in_one_line(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "nsa.train", *TWO_STEPS, "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=150)
-    os.close(writer)
-    assert done.returncode == 141, done.stderr
-    assert done.stderr == "error: standard output was closed; what was written so far is kept\n"

@@ -302,8 +302,6 @@ def test_tokens_against_a_cache(monkeypatch: pytest.MonkeyPatch, start: int, n_s
 
 
 @pytest.mark.parametrize("Dk", [64, 128])
-def test_dense_attention_is_cudnn_s_from_hopper_on_and_that_of_float64(Dk: int) -> None:
+def test_dense_attention_is_that_of_float64(Dk: int) -> None:
     inputs, exact = leaves(torch.bfloat16, (1, 1024, 8, Dk), (1, 1024, 2, Dk), (1, 1024, 2, Dk))
-    fused = {"cudnn"} if sdpa.prefers_cudnn(inputs[0].device) else {"cudnn", "flash", "efficient"}
-    assert sdpa.dense_kernel(*inputs) in fused
     compare(sdpa.dense(*inputs, scale=Dk**-0.5), reference.sliding(*exact, w=1024, scale=Dk**-0.5), inputs, exact)

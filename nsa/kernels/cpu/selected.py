@@ -97,25 +97,12 @@ class Chunk:
         return replace(found, **{name: x.view_as(getattr(found, name)) for name, x in there.items()})
 
 
-def _candidates(chosen: torch.Tensor, l_sel: int) -> torch.Tensor:
-    """Return ``chosen`` without the blocks after a query's own."""
-    own = torch.arange(chosen.shape[1], device=chosen.device) // l_sel
-    return chosen & (torch.arange(chosen.shape[3], device=chosen.device) <= own[:, None])[None, :, None]
-
-
 def covered(chosen: torch.Tensor, l_sel: int) -> int:
     """Return the number of leading tokens, whole blocks of them or all, whose every earlier block is chosen."""
     S = chosen.shape[1]
     own = torch.arange(S, device=chosen.device) // l_sel
-    missing = (_candidates(chosen, l_sel).sum(-1) != own[None, :, None] + 1).any(2).any(0).nonzero()
+    missing = (chosen.sum(-1) != own[None, :, None] + 1).any(2).any(0).nonzero()
     return S if not len(missing) else int(missing[0]) // l_sel * l_sel
-
-
-def has_own_blocks(chosen: torch.Tensor, l_sel: int) -> bool:
-    """Return whether each query chose the block that it is in, as `blocks.select` does; a caller's own mask need not."""
-    B, S, G, _ = chosen.shape
-    own = (torch.arange(S, device=chosen.device) // l_sel)[None, :, None, None].expand(B, S, G, 1)
-    return bool(chosen.gather(3, own).all())
 
 
 def _chunks(chosen: torch.Tensor, first: int, l_sel: int) -> Iterator[Chunk]:
@@ -234,31 +221,14 @@ def _masked(z: Work, chosen: torch.Tensor, l_sel: int) -> Iterator[tuple[Work, T
             yield part, Tile(at, end - at, 0, end, ((0, end, minus_infinity(~visible, z.q)),))
 
 
-def _blind(chosen: torch.Tensor, l_sel: int) -> torch.Tensor:
-    """Return the queries that no chosen block lets see a token, bool [B, S, G]."""
-    return ~_candidates(chosen, l_sel).any(-1)
-
-
-def _of_heads(blind: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return bool [B, S, H] of [B, S, G]."""
-    return blind.repeat_interleave(q.shape[2] // blind.shape[2], 2)
-
-
 def selected_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention over the chosen blocks' tokens. chosen bool [B, S, G, Ns], any: lists serve what `blocks.select` makes.
+    """Causal attention over the chosen blocks' tokens. chosen bool [B, S, G, Ns], as `blocks.select` makes it.
 
-    Output [B, S, H, Dv], zero for a query that sees no token, and log-sum-exp [B, S, H].
+    Output [B, S, H, Dv] and log-sum-exp [B, S, H].
     """
     z, rooms = Forward.of(q, k, v, scale), Rooms(q)
-    if not has_own_blocks(chosen, l_sel):
-        blind = _blind(chosen, l_sel)
-        # A query without keys has no maximum: it is computed with block 0, and its output is taken out.
-        for part, tile in _masked(z, chosen | _first_block(blind, chosen), l_sel):
-            tile.forward(part, rooms)
-        out, lse = z.results()
-        return out.masked_fill_(_of_heads(blind, q).unsqueeze(-1), 0), lse
     if q.shape[1] <= SHORT:
         for part, tile in _masked(z, chosen, l_sel):
             tile.forward(part, rooms)
@@ -270,20 +240,11 @@ def selected_forward(
     return z.results()
 
 
-def _first_block(blind: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return a mask as ``chosen``, of block 0 for the blind queries."""
-    return blind.unsqueeze(-1) & (torch.arange(chosen.shape[3], device=chosen.device) == 0)
-
-
 def selected_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float,
 ) -> Tensors3:  # fmt: skip
     """Gradients of q, k and v; the selection has none."""
-    if not has_own_blocks(chosen, l_sel):
-        blind = _blind(chosen, l_sel)
-        grad = grad.masked_fill(_of_heads(blind, q).unsqueeze(-1), 0)
-        chosen = chosen | _first_block(blind, chosen)
     dq = torch.empty_like(q)
     z = Backward.of(grad, q, k, v, lse, row_sums(grad, out), scale, dq)
     selected_gradients(z, chosen, l_sel)
@@ -293,7 +254,7 @@ def selected_backward(
 def selected_gradients(z: Backward, chosen: torch.Tensor, l_sel: int) -> None:
     """Write those of q, k and v."""
     rooms = Rooms(z.q)
-    if z.q.shape[2] <= SHORT or not has_own_blocks(chosen, l_sel):
+    if z.q.shape[2] <= SHORT:
         for part, tile in _masked(z, chosen, l_sel):
             tile.backward(part, rooms)
         return

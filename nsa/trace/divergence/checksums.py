@@ -9,10 +9,10 @@ gradients that the program reduced by hand, and steps with gradients that nothin
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nsa.trace.ddp_buckets import ddp_models_in
-from nsa.trace.divergence.assignments import line_that_names
-from nsa.trace.divergence.changes import changes_around
-from nsa.trace.divergence.reduced_by_hand import HandReduction
-from nsa.trace.divergence.report import Report
-from nsa.trace.divergence.sampling import (
+from nsa.trace.divergence.models import (
     Numbers,
     Seen,
-    add,
-    alive,
-    attributes_of,
     averages_in_subgroups,
     compared,
     is_plain,
@@ -40,9 +33,15 @@ from nsa.trace.divergence.sampling import (
     updates,
     wrapper_of,
 )
+from nsa.trace.divergence.reduced_by_hand import HandReduction
 from nsa.trace.divergence.training_state import TrainingState, keep
+from nsa.trace.events import ignore_full_disk
+from nsa.trace.files import close, open_to_append, write
 from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
+from nsa.trace.strict_json import to_json
+
+MAX_BYTES = 64 << 20  # then no more is written: models that diverge do so early
 
 
 class Checksums:
@@ -51,21 +50,22 @@ class Checksums:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._report = Report(folder)
+        self._file, self._size = open_to_append(folder / "checksums.jsonl"), 0
+        self._written: dict[int, dict[str, object]] = {}  # by model, the fields that were last written
         self._numbers = Numbers()
-        self._called: list[weakref.ref[torch.nn.Module]] = []  # since the last backward, each once
-        self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
+        self._called: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # since the last backward
+        self._trained: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # in this step
         self._has_updated = False
         self._optimizer: Optimizer | None = None  # of the latest update
         self._by_hand = HandReduction()
-        self._reduced_by_hand: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._reduced_by_hand: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         # By the model's number, its parameters at the latest update, if nothing was reduced since. They may outlive the model.
         self._unchecked: dict[int, Seen] = {}
         # Models that DDP has reduced, or that the program may have averaged.
         self._met: set[int] = set()
-        self._called_at: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # past a wrapper
+        self._called_at: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # past a wrapper
         # The norms of models at their first call, and the line that made them; {} if they had a wrapper.
-        self._begun: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, object]] = weakref.WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[torch.nn.Module, dict[str, object]] = WeakKeyDictionary()
         self._state = TrainingState()
         self._before: dict[int, list[float]] = {}  # by model: the sums of norms before the running update
         keep(self._state)
@@ -73,11 +73,12 @@ class Checksums:
     def called(self, root: torch.nn.Module) -> None:
         """Note that a module is called from outside any other, in training."""
         if self._has_updated:
-            self._trained, self._has_updated = [], False
+            self._trained.clear()
+            self._has_updated = False
             self._by_hand.forget()
-        add(self._called, weakref.ref(root))
+        self._called[root] = None
         if root not in self._called_at and wrapper_of(root) is not None:
-            self._called_at[root] = line_that_names(".module") or call_site()
+            self._called_at[root] = call_site()
         if root not in self._begun:
             # DDP makes replicas equal, but not those of one rank.
             is_wrapped = wrapper_of(root) is not None or any(
@@ -88,7 +89,8 @@ class Checksums:
     def reduced(self, group: Any, tensors: Any) -> None:
         """Check an all-reduce before it starts: it may reduce gradients without DDP."""
         self._met.update(n for n, seen in self._unchecked.items() if may_average(tensors, seen.tensors))
-        roots = [r for r in alive([*self._trained, *self._called]) if not ddp_models_in(r) and wrapper_of(r) is None]
+        called = [*self._trained, *self._called]
+        roots = [root for root in called if not ddp_models_in(root) and wrapper_of(root) is None]
         if roots and isinstance(tensors, list | tuple):
             self._by_hand.reduced(group, tensors, roots)
             for root in roots:
@@ -97,7 +99,7 @@ class Checksums:
 
     def after_backward(self, step: int) -> None:
         """Record the gradients of the models called since the last backward, if DDP has just reduced them."""
-        for root in alive(self._called):
+        for root in list(self._called):
             for ddp in ddp_models_in(root):
                 if keeps_equal(ddp):
                     self._met.add(self._number_of(ddp))
@@ -108,13 +110,12 @@ class Checksums:
             if (group := self._reduced_by_hand.pop(root, None)) is not None:
                 # No optimizer's step followed the reduction by hand: record the parameters now.
                 self._write_of("by_hand", step, root, root, (), group)
-        for reference in self._called:
-            add(self._trained, reference)
-        self._called = []
+        self._trained.update(self._called)
+        self._called.clear()
 
     def before_update(self) -> None:
         """Keep the sums of the norms of parameters and gradients before an update, to detect changes made outside of it."""
-        for root in alive(self._trained):
+        for root in list(self._trained):
             inside = [(ddp, ddp.module, ddp.parameters_to_ignore) for ddp in ddp_models_in(root)]
             is_ddp_s = bool(inside) or wrapper_of(root) is not None
             is_reduced = is_ddp_s or self._by_hand.group_of(root) is not None
@@ -129,7 +130,7 @@ class Checksums:
     def after_update(self, step: int, optimizer: Optimizer) -> None:
         """Record the parameters of the trained models, if DDP keeps them equal; after local steps it does not."""
         self._has_updated, self._optimizer = True, optimizer
-        for root in alive(self._trained):
+        for root in list(self._trained):
             self._reduced_by_hand.pop(root, None)
             inside = ddp_models_in(root)
             for ddp in inside:
@@ -141,7 +142,7 @@ class Checksums:
                     if averages_in_subgroups(ddp):
                         self._met.add(seen.model)
             wrapper = None if inside else wrapper_of(root)
-            if wrapper is not None and keeps_equal(wrapper) and weakref.ref(wrapper) not in self._trained:
+            if wrapper is not None and keeps_equal(wrapper) and wrapper not in self._trained:
                 self._write("unwrapped", step, root, wrapper)
             if wrapper is None and not inside:
                 if (group := self._by_hand.group_of(root)) is not None:
@@ -157,26 +158,37 @@ class Checksums:
     def _write_of(
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
     ) -> None:
-        if not self._report.is_full:
+        if self._size <= MAX_BYTES:
             seen = self._look(kind, step, root, module, ignored, group)
-            self._report.append(kind, seen, self._numbers.joins, self._changes_of(root))
+            facts: dict[str, object] = self._state.of(root, self._optimizer)
+            facts |= {"begun": self._begun.get(root), "added": self._added_since_wrapped(root)}
+            before = self._before.get(seen.model)
+            self._append(kind, seen, {} if before is None else {"before": before}, facts)
 
-    def _changes_of(self, root: torch.nn.Module) -> dict[str, object]:
-        """Return what a model's update depends on, except gradients, as far as it has changed since the last record."""
-        number = self._number_of(root)
-        before = self._before.get(number)
-        more = {"begun": self._begun.get(root), "added": self._added_since_wrapped(root)}
-        if before is not None:
-            more["changes"] = changes_around(attributes_of(root))
-        now = self._state.of(root, self._optimizer) | {name: value for name, value in more.items() if value}
-        return self._report.changes(number, now) | ({} if before is None else {"before": before})
+    def _append(self, kind: str, seen: Seen, more: dict[str, object], facts: dict[str, object]) -> None:
+        """Write the norms of the tensors in ``seen``. Of a model's ``facts`` only those are written that have changed since.
+
+        Reads the numbers, on a GPU with a synchronisation.
+        """
+        found = iter(norms_of([t for t in seen.tensors if t is not None and not t.is_sparse]))
+        values = [next(found) if t is not None and not t.is_sparse else None for t in seen.tensors]
+        written = self._written.setdefault(seen.model, {})
+        facts["names"] = seen.names
+        news = {name: v for name, v in facts.items() if (v or name in written) and written.get(name) != v}
+        written |= news
+        record: dict[str, object] = {
+            "kind": kind, "step": seen.step, "model": seen.model, "ranks": seen.ranks, "norms": values, "site": seen.site,
+            **({"joins": self._numbers.joins} if self._numbers.joins else {}), **news, **more,
+        }  # fmt: skip
+        with ignore_full_disk():
+            self._size += write(self._file, to_json(record, as_text=True).encode() + b"\n")
 
     def _added_since_wrapped(self, root: torch.nn.Module) -> list[list[str]]:
         """Return the parameters that were added to a model after DDP wrapped it, and the lines that made them."""
         found: list[list[str]] = []
         for ddp in ddp_models_in(root):
-            known = {id(p) for p in getattr(ddp, "_module_parameters", ())}
-            for prefix, module in ddp.module.named_modules() if known else ():
+            known = {id(p) for p in ddp._module_parameters}
+            for prefix, module in ddp.module.named_modules():
                 of_module = module.named_parameters(prefix, recurse=False)
                 untracked = [name for name, p in of_module if p.requires_grad and id(p) not in known]
                 new = [name for name in untracked if name not in ddp.parameters_to_ignore]
@@ -207,7 +219,7 @@ class Checksums:
         Other models may be in the middle of local steps (local SGD), where different parameters are correct.
         """
         for seen in self._unchecked.values():
-            if seen.model not in self._met and not self._report.is_full:
-                self._report.append("unreduced", seen, self._numbers.joins)
+            if seen.model not in self._met and self._size <= MAX_BYTES:
+                self._append("unreduced", seen, {}, {})
         keep(None)
-        self._report.close()
+        close(self._file)

@@ -1,4 +1,4 @@
-"""What an update depends on, except gradients: the optimizer's settings, the lines that set them, and the states that were loaded.
+"""What an update depends on, except gradients: the optimizer's settings, and the states that were loaded.
 
 If ranks diverge, a difference in these may be the reason. Recorded only while a rank writes checksums.
 """
@@ -17,7 +17,6 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from nsa.trace.divergence.assignments import line_that_sets
 from nsa.trace.frames import call_site, describe, user_frames
 
 MOST = 64  # loads per test that are kept
@@ -47,17 +46,16 @@ class TrainingState:
     def __init__(self) -> None:
         self._loads: list[Load] = []
         self._set_at: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._settings: weakref.WeakKeyDictionary[Optimizer, list[dict[str, object]]] = weakref.WeakKeyDictionary()
         # By id: a module's hash may need what its class makes after `torch.nn.Module.__init__`, as that of torchmetrics does.
         self._made_at: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._is_loading = False
 
-    def load(self, what: str, owner: Any, state: Any, call: Callable[[], Any]) -> Any:
+    def load(self, owner: Any, state: Any, call: Callable[[], Any], *, what: str) -> Any:
         """Load a state by ``call`` and record it. Only the outermost call counts, as a model also loads its modules' states."""
         __tracebackhide__ = True
         if self._is_loading or len(self._loads) >= MOST:
             return call()
-        site, norm, error = call_site(2), _norm_of(state), ""
+        site, norm, error = call_site(), _norm_of(state), ""
         self._is_loading = True
         try:
             return call()
@@ -73,10 +71,10 @@ class TrainingState:
         own = {id(p) for p in model.parameters()}
         self._loads = [load for load in self._loads if load.what != "model" or not _concerns(load.owner(), own)]
 
-    def made_module(self, module: torch.nn.Module, make: Callable[[], None]) -> None:
+    def made_module(self, module: torch.nn.Module, _: Any, make: Callable[[], None]) -> None:
         """Make a module by ``make``, and record the user's line that makes it, outside of any ``__init__``."""
         make()
-        frames = user_frames(sys._getframe(2))
+        frames = user_frames(sys._getframe(1))
         line = describe(next((f for f in frames if f.f_code.co_name != "__init__"), None))
         number, made_at = id(module), self._made_at
         made_at[number] = weakref.ref(module, lambda _: made_at.pop(number, None)), line
@@ -86,36 +84,20 @@ class TrainingState:
         made, line = self._made_at.get(id(module), (None, ""))
         return line if made is not None and made() is module else ""
 
-    def made(self, optimizer: Optimizer, make: Callable[[], None]) -> None:
-        """Make an optimizer by ``make``, and record the user's line and the settings."""
+    def made(self, optimizer: Optimizer, _: Any, make: Callable[[], None]) -> None:
+        """Make an optimizer by ``make``, and record the user's line."""
         make()
-        self._set_at[optimizer] = call_site(2)
-        self._settings[optimizer] = _settings(optimizer)
+        self._set_at[optimizer] = call_site()
 
-    def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
+    def set(self, scheduler: Any, _: Any, call: Callable[[], Any]) -> Any:
         """Step a scheduler by ``call``; if that changes its optimizer's learning rates, record the user's line."""
         __tracebackhide__ = True
-        optimizer = getattr(scheduler, "optimizer", None)
-        if not isinstance(optimizer, Optimizer):  # a user's own kind
-            return call()
+        optimizer = scheduler.optimizer
         before = [_plain(group["lr"]) for group in optimizer.param_groups]
         result = call()
         if [_plain(group["lr"]) for group in optimizer.param_groups] != before:
-            self._set_at[optimizer] = call_site(2)
-            self._settings[optimizer] = _settings(optimizer)
+            self._set_at[optimizer] = call_site()
         return result
-
-    def _settings_of(self, optimizer: Optimizer) -> list[dict[str, object]]:
-        """Return the settings of an optimizer. If the program has changed them directly, find the line in its source."""
-        settings = _settings(optimizer)
-        before = self._settings.get(optimizer, settings)
-        changed = {
-            name for old, new in zip(before, settings, strict=False) for name in new if old.get(name) != new[name]
-        }
-        if changed and (line := line_that_sets(min(changed))):
-            self._set_at[optimizer] = line
-        self._settings[optimizer] = settings
-        return settings
 
     def of(self, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, object]:
         """Return what a model's update depends on: its ``loads``, and the ``settings`` of its optimizer, set at line ``set_at``."""
@@ -124,7 +106,7 @@ class TrainingState:
             own = {id(p) for p in model.parameters()}
             found["loads"] = [load.as_list() for load in self._loads if _concerns(load.owner(), own)]
         if optimizer is not None:
-            found["settings"] = self._settings_of(optimizer)
+            found["settings"] = _settings(optimizer)
             found["set_at"] = self._set_at.get(optimizer, "")
         return found
 
@@ -147,52 +129,29 @@ def made_equal(model: torch.nn.Module) -> None:
 def watch_loads() -> None:
     """Wrap the methods that load states and set learning rates, once per process."""
     for kind, what in ((torch.nn.Module, "model"), (Optimizer, "optimizer"), (torch.amp.GradScaler, "scaler")):
-        _wrap_load(kind, what)
+        _wrap(kind, "load_state_dict", functools.partial(TrainingState.load, what=what))
     for kind in [k for k in vars(lr_scheduler).values() if isinstance(k, type) and issubclass(k, LRScheduler)]:
         if "step" in vars(kind):
-            _wrap_step(kind)
+            _wrap(kind, "step", TrainingState.set)
         if "load_state_dict" in vars(kind):
-            _wrap_load(kind, "scheduler")
-    _wrap_init(Optimizer, TrainingState.made)
-    _wrap_init(torch.nn.Module, TrainingState.made_module)
+            _wrap(kind, "load_state_dict", functools.partial(TrainingState.load, what="scheduler"))
+    _wrap(Optimizer, "__init__", TrainingState.made)
+    _wrap(torch.nn.Module, "__init__", TrainingState.made_module)
 
 
-def _wrap_init(kind: Any, made: Callable[[TrainingState, Any, Callable[[], None]], None]) -> None:
-    init = kind.__init__
+def _wrap(kind: Any, name: str, record: Callable[[TrainingState, Any, Any, Callable[[], Any]], Any]) -> None:
+    """Wrap a method: where states are recorded, ``record`` calls it, with its owner and the call's first argument."""
+    method = getattr(kind, name)
 
-    @functools.wraps(init)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _current is None:
-            init(self, *args, **kwargs)
-        else:
-            made(_current, self, lambda: init(self, *args, **kwargs))
-
-    kind.__init__ = noted
-
-
-def _wrap_load(kind: Any, what: str) -> None:
-    load = kind.load_state_dict
-
-    @functools.wraps(load)
-    def noted(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if _current is None:
-            return load(self, state_dict, *args, **kwargs)
-        return _current.load(what, self, state_dict, lambda: load(self, state_dict, *args, **kwargs))
+            return method(self, *args, **kwargs)
+        first = next(iter((*args, *kwargs.values())), None)
+        return record(_current, self, first, lambda: method(self, *args, **kwargs))
 
-    kind.load_state_dict = noted
-
-
-def _wrap_step(kind: Any) -> None:
-    step = kind.__dict__["step"]
-
-    @functools.wraps(step)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _current is None:
-            return step(self, *args, **kwargs)
-        return _current.set(self, lambda: step(self, *args, **kwargs))
-
-    kind.step = noted
+    setattr(kind, name, noted)
 
 
 def _concerns(owner: Any, parameters: set[int]) -> bool:

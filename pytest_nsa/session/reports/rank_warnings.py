@@ -12,7 +12,7 @@ from pytest_nsa.evidence.values import Evidence
 
 
 def repeat_warnings(item: pytest.Item, evidence: Evidence) -> None:
-    """Report the ranks' warnings to pytest, equal ones once, and the processes, threads and exit handlers that they left."""
+    """Report the ranks' warnings to pytest, equal ones once, and the processes and threads that they left."""
     found = {}
     for rank in evidence.ranks:
         for w in rank.warnings:
@@ -25,9 +25,6 @@ def repeat_warnings(item: pytest.Item, evidence: Evidence) -> None:
             found["", "", f"{who} a process running, which was ended: {command}", *place] = pytest.PytestWarning
         for name, where in rank.left_threads:
             text = f"{who} the thread {name} at {where}: it is no daemon: a process of torchrun would wait for it"
-            found["", "", text, *place] = pytest.PytestWarning
-        for what, where, call in rank.left_handlers:
-            text = f"{who} {what} at {where}, which calls {call}: a process of torchrun would wait in it for others"
             found["", "", text, *place] = pytest.PytestWarning
     for (_, _, text, file, line), kind in found.items():
         report_warning(item, warnings.WarningMessage(text, kind, file, line))

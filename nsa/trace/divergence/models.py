@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nsa.trace.divergence.training_state import made_equal
-from nsa.trace.divergence.wrapped import OnWrap, report_wrap
 from nsa.trace.gradients import is_flattened
 from nsa.trace.names import plain_name
 
@@ -70,15 +69,6 @@ def norms_at_start(model: torch.nn.Module) -> list[float]:
     return norms_of([p.detach() for p in plain])
 
 
-def add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[torch.nn.Module]) -> None:
-    if reference not in references:
-        references.append(reference)
-
-
-def alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Module]:
-    return [module for reference in references if (module := reference()) is not None]
-
-
 def compared(
     module: torch.nn.Module, ignored: Collection[str], *, with_frozen: bool
 ) -> list[tuple[str, torch.nn.Parameter]]:
@@ -101,11 +91,6 @@ def updates(optimizer: Optimizer, root: torch.nn.Module) -> bool:
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-def attributes_of(root: torch.nn.Module) -> frozenset[str]:
-    """Return the attribute names of a model's parameters in their modules."""
-    return frozenset(name.rpartition(".")[2] for name, _ in root.named_parameters())
-
-
 def keeps_equal(ddp: DistributedDataParallel) -> bool:
     """Return whether DDP keeps replicas equal: not under no_sync, nor with torch's hook for local SGD, which uses subgroups."""
     reduces = getattr(ddp, "require_forward_param_sync", ddp.require_backward_grad_sync)  # as its last forward found it
@@ -124,28 +109,25 @@ def may_average(tensors: Any, parameters: list[torch.Tensor | None]) -> bool:
     return any(isinstance(t, torch.Tensor) and t.numel() >= largest for t in reduced)
 
 
-_wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
-
-
+_wrappers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedDataParallel]] = (
+    weakref.WeakKeyDictionary()
+)
 _joins_made = 0  # in this process
 
 
-def remember_wrappers(on_wrap: OnWrap) -> None:
-    """Record from now on which modules DDP wraps, even if they are never called through it, and how many joins have ended.
+def remember_wrapper(ddp: DistributedDataParallel) -> None:
+    """Record that DDP has wrapped a module, even if it is never called through the wrapper."""
+    _wrappers[ddp.module] = weakref.ref(ddp)
+    made_equal(ddp.module)
 
-    ``on_wrap`` is called before each wrap (`report_wrap`).
-    """
-    init = DistributedDataParallel.__init__
 
-    @functools.wraps(init)
-    def remembering(ddp: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        report_wrap(on_wrap, init, module, args, kwargs)
-        init(ddp, module, *args, **kwargs)
-        _wrappers[module] = weakref.ref(ddp)
-        made_equal(module)
+def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
+    found = _wrappers.get(module)
+    return found() if found is not None else None
 
-    DistributedDataParallel.__init__ = remembering
+
+def count_joins() -> None:
+    """Count from now on how many joins have ended. Once per process."""
     leave = Join.__exit__
 
     @functools.wraps(leave)
@@ -156,8 +138,3 @@ def remember_wrappers(on_wrap: OnWrap) -> None:
         _joins_made += 1
 
     Join.__exit__ = leaving
-
-
-def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
-    found = _wrappers.get(module)
-    return found() if found is not None else None

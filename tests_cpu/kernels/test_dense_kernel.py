@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels serves dense attention: cuDNN's first from Hopper on; a training names it in env.json."""
+"""Which of torch's attention kernels serves dense attention: cuDNN's first from Hopper on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from nsa.kernels import dispatch, sdpa
+from nsa.kernels import sdpa
 
 CPU = torch.device("cpu")
 
@@ -37,19 +37,3 @@ def test_cudnn_is_first_where_it_is_preferred_and_nowhere_else(monkeypatch: pyte
     first = SDPBackend.CUDNN_ATTENTION.value
     assert (orders[0], orders[1][0]) == (before, first)
     assert torch._C._get_sdp_priority_order() == before
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_is_the_one_that_torch_chooses(dtype: torch.dtype) -> None:
-    q, k, v = drawn(dtype)
-    assert sdpa.dense_kernel(q, k, v) in {"flash", "math"}  # what torch has on a CPU
-    with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
-        assert sdpa.dense_kernel(q, k, v) == "math"
-
-
-def test_what_serves_a_model_is_described() -> None:
-    shape = 32, 4, 2, 16, 8
-    assert dispatch.describe("nsa", "auto", torch.float32, CPU, shape) == {
-        "attention": "nsa", "backend": "cpu", "reason": "our tiles serve torch.float32 on cpu",
-    }  # fmt: skip
-    assert dispatch.describe("dense", "sdpa", torch.float32, CPU, shape)["backend"] == "sdpa"
