@@ -22,6 +22,7 @@ _TIMEOUT = re.compile(
     _WHO + r".*?Watchdog caught collective operation timeout: Work\w*\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+)"
     r"(?:, TensorShape=\[(?P<shape>[\d, ]*)\])?(?:, NumelIn=(?P<count>\d+))?"
 )
+_BROKEN = re.compile(r"Watchdog caught collective operation timeout: Work\w*\([^)]*$")
 _COUNTS = re.compile(
     _WHO + r".*?last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL )?work: (?P<completed>-?\d+)",
     re.I,
@@ -76,11 +77,18 @@ class _State:
 
 
 def lines_of(file: BinaryIO) -> Iterator[str]:
-    """Yield the lines of a log that may have evidence, each at most 64 KiB long, without colours."""
+    """Yield the lines of a log that may have evidence, each at most 64 KiB long, without colours.
+
+    A terminal may have broken a watchdog's line within its parentheses: the parts are one line.
+    """
+    begun = ""
     while line := file.readline(LONGEST):
-        text = line.decode("utf-8", "replace")
+        text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip("\r\n")
+        if begun and _TIMEOUT.search(begun + text):
+            text = begun + text
+        begun = text if _BROKEN.search(text) else ""
         if any(mark in text for mark in _MARKS):
-            yield _COLOURS.sub("", text).rstrip()
+            yield text.rstrip()
 
 
 def add_log(job: ForeignJob, lines: Iterable[str], rank: int | None) -> set[str]:
