@@ -81,14 +81,18 @@ def lines_of(file: BinaryIO) -> Iterator[str]:
 
     A terminal may have broken a watchdog's line within its parentheses: the parts are one line.
     """
-    begun = ""
+    held = ""  # a line that is not whole
     while line := file.readline(LONGEST):
-        text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip("\r\n")
-        if begun and _TIMEOUT.search(begun + text):
-            text = begun + text
-        begun = text if _BROKEN.search(text) else ""
-        if any(mark in text for mark in _MARKS):
-            yield text.rstrip()
+        text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
+        if held and _MARKS[0] in text:  # of another rank: the one before was cut off
+            yield held
+            held = ""
+        text, is_whole = held + text, bool(held) or not _BROKEN.search(text)
+        held = "" if is_whole else text
+        if not held and any(mark in text for mark in _MARKS):
+            yield text
+    if held:
+        yield held
 
 
 def add_log(job: ForeignJob, lines: Iterable[str], rank: int | None) -> set[str]:
