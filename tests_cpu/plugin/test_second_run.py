@@ -143,7 +143,7 @@ def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -
         @check_divergence
         @world_size(2)
         def test_it(ddp):
-            model = ddp(torch.nn.Linear(4, 2))
+            model = ddp.wrap(torch.nn.Linear(4, 2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(3):
                 model(torch.ones(2, 4)).sum().backward()
