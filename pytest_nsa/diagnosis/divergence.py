@@ -20,6 +20,7 @@ from pytest_nsa.flow.reasons import LEFT
 # who sends or sets it, part by right.
 BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
 UNKNOWN = "unknown"
+SURE = 0.75  # the rules, by what the ranks did in earlier rounds
 LIKELY = 0.8  # that the ranks which the second run shows are to blame, where no majority did otherwise
 
 
@@ -102,7 +103,8 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     labels = tuple(label for label in verdict.labels if label.text not in (CONDITION, ""))
     changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *labels))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
-    to_blame = found.exceptional or found.raising or found.in_role or its_own
+    in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was left out
+    to_blame = found.exceptional or found.raising or in_role or its_own
     is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN
     if not is_open or not found.is_alone or not to_blame:
         return changed
@@ -142,7 +144,7 @@ _OPPOSITE = {"skipped_collective": "extra_collective", "extra_collective": "skip
 
 def _cause(found: FirstDivergence, verdict: Verdict, to_blame: tuple[int, ...]) -> str:
     """Return the cause: what one side skipped, the other has made once more."""
-    if to_blame == found.in_role:
+    if to_blame == found.in_role and to_blame != verdict.ranks:
         return "extra_collective"
     if verdict.cause not in (*_OPPOSITE, UNKNOWN):
         return verdict.cause
