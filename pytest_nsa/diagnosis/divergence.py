@@ -103,7 +103,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     labels = tuple(label for label in verdict.labels if label.text not in (CONDITION, ""))
     changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *labels))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
-    in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was left out
+    in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was skipped
     to_blame = found.exceptional or found.raising or in_role or its_own
     is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN
     if not is_open or not found.is_alone or not to_blame:

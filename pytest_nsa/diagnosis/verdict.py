@@ -213,6 +213,7 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
     return [[rank for _, rank in run] for _, run in runs]
 
 
+_STATEMENTS = re.compile(r"; (?![^()]*\))")  # not in parentheses
 _AT = re.compile(r" at [^ ;]+:\d+ in [^ ;,):]+")
 _MOST_WORDS = 15
 _ON_RANKS = re.compile(r": (?=(all \d+ )?ranks? )")
@@ -223,7 +224,7 @@ def split_reason(text: str) -> tuple[str, tuple[str, ...]]:
 
     A first statement of more than 15 words is cut at a colon before a statement on ranks.
     """
-    first, *rest = text.split("; ")
+    first, *rest = _STATEMENTS.split(text)
     first = _AT.sub("", first)
     colon = _ON_RANKS.search(first) if len(first.split()) > _MOST_WORDS else None
     if colon is not None:
