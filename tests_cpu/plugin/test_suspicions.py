@@ -35,7 +35,9 @@ def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
 
 
 def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, STANDS.format(timeout=60, waits="os.read(os.pipe()[0], 1)"), "-o", "ranks_hang_after=5")
+    result = run_example(
+        pytester, STANDS.format(timeout=60, waits="os.read(os.pipe()[0], 1)"), "-o", "ranks_hang_after=5"
+    )
     verdict = result.verdicts["test_stands"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "io_stuck", (1,))
     assert not verdict.certain
@@ -214,7 +216,9 @@ def test_the_flight_recorder_is_dumped_where_it_records(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
-    result = run_example(pytester, RECORDED + STANDS.format(timeout=60, waits="os.read(os.pipe()[0], 1)"), "-o", "ranks_hang_after=2")
+    result = run_example(
+        pytester, RECORDED + STANDS.format(timeout=60, waits="os.read(os.pipe()[0], 1)"), "-o", "ranks_hang_after=2"
+    )
     if result.outcomes == {"skipped": 1}:
         pytest.skip("the recorder of this torch is NCCL's alone")
     recorded = json.loads((result.folder("test_stands") / "rank0" / "flight_recorder.json").read_text())
