@@ -31,7 +31,6 @@ from pytest_nsa.marks import (
     reuse,
     scenario,
     static_graph,
-    trace,
     trace_kinds,
     world_size,
 )
@@ -59,7 +58,6 @@ __all__ = [
     "reuse",
     "scenario",
     "static_graph",
-    "trace",
     "trace_kinds",
     "world_size",
 ]
