@@ -38,6 +38,11 @@ class Step:
     statement: str
     by_right: str = ""  # what this value follows from, where ranks may differ in it
 
+    @property
+    def verb(self) -> str:
+        """What the statement does to the value."""
+        return "is decided" if self.statement.startswith(("if ", "elif ", "while ", "for ", "match ")) else "is set"
+
 
 @dataclass(frozen=True, slots=True)
 class _Value:
@@ -354,4 +359,4 @@ def side(parting: Parting, which: int) -> str:
         return "true" if is_in_body else "false"
     if following is None:
         return "is in it" if frame.is_open else "returned"
-    return f"went on at line {following}"
+    return f"continues at line {following}"
