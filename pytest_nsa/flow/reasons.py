@@ -347,7 +347,8 @@ def side(parting: Parting, which: int) -> str:
         begun = ", ".join(op if n == 1 else f"{op} {n} times" for op, n in numbers.items())
         return f"calls {names}" + (f", which begins {begun}" if begun else "")
     if parting.kind == "value":
-        return ", ".join(f"{name} = {text}" for name, text in sorted(frame.values.get(at, {}).items()))
+        found = ", ".join(f"{name} = {text}" for name, text in sorted(frame.values.get(at, {}).items()))
+        return found or f"returns {frame.returned}"
     node = parting.source.statement(parting.line)
     following = frame.lines[at + 1] if at + 1 < len(frame.lines) else None
     is_in_body = (
