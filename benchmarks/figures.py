@@ -83,4 +83,7 @@ def keep_junit(junit: str, exit_code: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    keep_junit(*sys.argv[1:])
+    command_line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("junit", "exit_code", "out"):
+        command_line.add_argument(name)
+    keep_junit(**vars(command_line.parse_args()))

@@ -172,44 +172,12 @@ class TestMethods:
         await asyncio.sleep(0)
         assert group.rank == 0
 """
-DJANGO = """
-@world_size(2)
-@pytest.mark.django_db
-def test_database_of_each_rank(group):  # passed
-    from django.contrib.auth.models import Group
-
-    Group.objects.create(name=f"of {group.rank}")
-    dist.barrier()
-    assert [str(found) for found in Group.objects.all()] == [f"of {group.rank}"]
-
-
-@pytest.mark.django_db
-def test_database_without_ranks(db):  # passed
-    from django.contrib.auth.models import Group
-
-    assert not Group.objects.exists()
-"""
-DJANGO_FILES = {
+DJANGO = {
     "settings_of_the_site.py": """
 SECRET_KEY = "of a test"
 INSTALLED_APPS = ["django.contrib.auth", "django.contrib.contenttypes"]
 DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "site.db", "TEST": {"NAME": "site_of_tests.db"}}}
-TIME_ZONE = "Pacific/Auckland"
-""",
-    "conftest.py": """
-import os
-
-import pytest
-
-
-@pytest.fixture(scope="session")
-def django_db_modify_db_settings():
-    from django.db import connections
-
-    if "RANK" in os.environ:
-        for connection in connections.all():
-            connection.settings_dict["TEST"]["NAME"] += os.environ["RANK"]
-""",
+"""
 }
 # Without options.
 PLAIN_NAMES = """
@@ -250,7 +218,7 @@ NEIGHBOURS = (
     ),
     Neighbour("pytest-profiling", ("--profile",), "--profile"),
     Neighbour("pytest-testmon", ("-p", "cacheprovider", "--testmon"), "--testmon"),
-    Neighbour("pytest-django", ("--ds=settings_of_the_site",), "a database per rank", DJANGO, DJANGO_FILES),
+    Neighbour("pytest-django", ("--ds=settings_of_the_site",), "--ds", files=DJANGO),
     Neighbour("pytest-mpl", ("--mpl",), "--mpl"),
     Neighbour("pytest-html", ("-p", "metadata", "--html=report.html"), "--html"),
     Neighbour("pytest-json-report", ("--json-report",), "--json-report"),

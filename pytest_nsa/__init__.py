@@ -22,7 +22,6 @@ from pytest_nsa.marks import (
     backend,
     branch,
     check_divergence,
-    cores,
     fails_as,
     gc_range,
     gpu,
@@ -32,7 +31,6 @@ from pytest_nsa.marks import (
     reuse,
     scenario,
     static_graph,
-    trace,
     trace_kinds,
     world_size,
 )
@@ -50,7 +48,6 @@ __all__ = [
     "backend",
     "branch",
     "check_divergence",
-    "cores",
     "fails_as",
     "gc_range",
     "gpu",
@@ -61,7 +58,6 @@ __all__ = [
     "reuse",
     "scenario",
     "static_graph",
-    "trace",
     "trace_kinds",
     "world_size",
 ]

@@ -111,11 +111,6 @@ def trace_kinds(*kinds: str) -> pytest.MarkDecorator:
     return _made("trace_kinds", *kinds)
 
 
-def trace(*kinds: str) -> pytest.MarkDecorator:
-    """An older name of trace_kinds; the fixture `trace` has the same name."""
-    return _made("trace", *kinds)
-
-
 def scenario(name: str, *, reads_as: str = "") -> pytest.MarkDecorator:
     """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md.
 
@@ -137,11 +132,6 @@ def rerun(wanted: bool) -> pytest.MarkDecorator:
 def rank_env(**variables: str) -> pytest.MarkDecorator:
     """Set variables of the ranks' environment, before the group forms or a GPU is used: ``rank_env(NCCL_P2P_DISABLE='1')``."""
     return _made("rank_env", **variables)
-
-
-def cores(n: int) -> pytest.MarkDecorator:
-    """Pin the test's ranks to n cores that no other test with this mark uses at the same time."""
-    return _made("cores", n)
 
 
 # Without arguments the mark is the decorator, so that it also serves as `pytestmark` and in `pytest.param(marks=...)`.
@@ -172,13 +162,6 @@ def _check_world_size(mark: pytest.Mark) -> str | None:
     return None
 
 
-def _check_cores(mark: pytest.Mark) -> str | None:
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux alone
-    if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
-        return "takes one whole number of cores, 1 or more, as in cores(1)"
-    return f"this machine lends {available} cores" if mark.args[0] > available else None
-
-
 def _check_hash_seeds(mark: pytest.Mark) -> str | None:
     if mark.kwargs or any(type(seed) is not int or not 0 <= seed < 1 << 32 for seed in mark.args):
         return (
@@ -204,15 +187,13 @@ def _check_rank_env(mark: pytest.Mark) -> str | None:
 
 
 def _check_gpu(mark: pytest.Mark) -> str | None:
-    count, share = mark.kwargs.get("count"), mark.kwargs.get("share", False)
-    if mark.args or set(mark.kwargs) - {"count", "share", "memory"} or not isinstance(share, bool):
-        return "takes count=, a number of GPUs, share=, True or False, and memory=, as in gpu, gpu(count=2) or gpu(memory='8GiB')"
+    count = mark.kwargs.get("count")
+    if mark.args or set(mark.kwargs) - {"count", "memory"}:
+        return "takes count=, a number of GPUs, and memory=, as in gpu, gpu(count=2) or gpu(memory='8GiB')"
     if count is not None and (type(count) is not int or count < 1):
         return f"count={count!r} must be a whole number of GPUs, 1 or more, as in gpu(count=2)"
     if "memory" in mark.kwargs and memory_of(mark) is None:
         return f"memory={mark.kwargs['memory']!r} must be a whole number of MiB or GiB, as in gpu(memory='8GiB')"
-    if "memory" in mark.kwargs and share:
-        return "memory= and share= contradict each other: with memory= a test shares its GPU as far as all fit, so remove share="
     return None
 
 
@@ -292,18 +273,16 @@ _RULES = (
         "Fail when ranks end with different gradients or parameters though DDP keeps them equal (three norms per tensor and step).",
     ),
     _taking_arguments(trace_kinds, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
-    _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
     MarkRule(
         name="gpu",
-        form="(count=None, share=False, memory=None)",
+        form="(count=None, memory=None)",
         text=(
-            "The test needs GPUs: skipped with a reason where there are too few. No other test uses them while it runs, "
-            "except with share=True on both. memory='8GiB': what all its ranks need together on each; tests that name it share "
+            "The test needs GPUs: skipped with a reason where there are too few. No other test uses them while it runs. "
+            "memory='8GiB': what all its ranks need together on each; tests that name it share "
             "a GPU as far as they fit. Default count: one per rank, or all that there are."
         ),
         check=_check_gpu,
     ),
-    _taking_arguments(cores, _check_cores),
     MarkRule(
         name="hash_seeds",
         form="(*seeds)",

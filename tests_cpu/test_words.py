@@ -31,7 +31,7 @@ LIMITS: dict[str, tuple[str, int]] = {
     "left out": (r"(leaves?|leaving|left) out", 0),
     "of its own": (r"of (its|their|his|your|our) own", 0),
     "whose": (r"whose", 30),
-    "is none": (r"(is|are|was|were) none", 5),
+    "is none": (r"(is|are|was|were) none", 4),
     "what it is": (r"what (it|they) (is|are|was|were)", 3),
     "has not come": (r"(has|have|had) not come", 0),
     "but for": (r"but for", 0),
@@ -146,27 +146,3 @@ def test_a_word_is_in_no_more_names(word: str) -> None:
     assert len(found) <= limit, f"{word!r} in names: at most {limit}, found {len(found)}:\n" + "\n".join(found)
     if len(found) < limit:
         warnings.warn(f"{word!r} is in {len(found)} names: write {len(found)} for {limit} in IN_NAMES", stacklevel=1)
-
-
-def test_words_are_found_in_each_kind_of_text() -> None:
-    kinds = {path.parts[0] if path.suffix == ".py" else path.name for path, _, _ in texts()}
-    assert kinds >= {"pytest_nsa", "nsa", "README.md", "limitations.md"}
-    assert not any("```" in text or "import torch\n" in text for path, _, text in texts() if path.suffix == ".md")
-
-
-def test_what_is_counted(tmp_path: Path) -> None:
-    module = tmp_path / "module.py"
-    module.write_text('"""It is told."""\n# Told `told`.\ntold = "told"\nmessage = f"{told} is told"\n')
-    assert sorted(text for _, text in _prose(module)) == [" is told", "# Told `told`.", "It is told."]
-    page = tmp_path / "page.md"
-    page.write_text("It is told.\n\n```\ntold\n```\n\n1. a\n\n   ```python\n   told\n   ```\n\nTold.\n")
-    ((first, text),) = _prose(page)
-    assert (first, re.findall("[Tt]old", text), text.count("\n")) == (1, ["told", "Told"], 13)
-
-
-def test_which_names_are_counted(tmp_path: Path) -> None:
-    module = tmp_path / "told.py"
-    module.write_text("class WhoTells: ...\ndef says_so(toldest, told): x.stood = other.saying\n")
-    names = [name for _, name in _names(module)]
-    assert names == ["told", "WhoTells", "says_so", "toldest", "told", "stood"]
-    assert [name for name in names if _is_in(LIMITS["tell"][0], name)] == ["told", "WhoTells", "told"]

@@ -30,26 +30,3 @@ def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> N
         past.moved(0, board(step, ""), board(step + 1, ""), 0.0)
         now += 2.0
     assert past.limit(3.0, "train.py:1 in step") == 10.0
-
-
-IMPORTS = """
-import os
-import time
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-def worker(rank, store):
-    time.sleep(5 * rank)  # as an import would
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    dist.destroy_process_group()
-
-def test_spawns(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)
-"""
-
-
-def test_a_rank_that_has_left_no_evidence_is_announced_late(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(IMPORTS)
-    done = pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", timeout=120)
-    done.assert_outcomes(passed=1)
-    assert "nsa:" not in done.stderr.str()
