@@ -83,7 +83,4 @@ def keep_junit(junit: str, exit_code: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    command_line = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("junit", "exit_code", "out"):
-        command_line.add_argument(name)
-    keep_junit(**vars(command_line.parse_args()))
+    keep_junit(*sys.argv[1:])

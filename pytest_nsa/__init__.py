@@ -31,6 +31,7 @@ from pytest_nsa.marks import (
     reuse,
     scenario,
     static_graph,
+    trace,
     trace_kinds,
     world_size,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "reuse",
     "scenario",
     "static_graph",
+    "trace",
     "trace_kinds",
     "world_size",
 ]

@@ -131,9 +131,9 @@ def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
 
 
 def traces_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return what the fixture `trace` records, by the mark `trace_kinds`; () without it."""
-    mark = item.get_closest_marker("trace_kinds")
-    return () if mark is None else mark.args
+    """Return what the fixture `trace` records, by the mark `trace_kinds` or `trace`; () without a mark."""
+    marks = (item.get_closest_marker(name) for name in ("trace_kinds", "trace"))
+    return next((mark.args for mark in marks if mark is not None), ())
 
 
 def reuse_scope(item: pytest.Item) -> str:

@@ -111,6 +111,11 @@ def trace_kinds(*kinds: str) -> pytest.MarkDecorator:
     return _made("trace_kinds", *kinds)
 
 
+def trace(*kinds: str) -> pytest.MarkDecorator:
+    """An older name of trace_kinds; the fixture `trace` has the same name."""
+    return _made("trace", *kinds)
+
+
 def scenario(name: str, *, reads_as: str = "") -> pytest.MarkDecorator:
     """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md.
 
@@ -273,6 +278,7 @@ _RULES = (
         "Fail when ranks end with different gradients or parameters though DDP keeps them equal (three norms per tensor and step).",
     ),
     _taking_arguments(trace_kinds, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
+    _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
     MarkRule(
         name="gpu",
         form="(count=None, memory=None)",

@@ -52,8 +52,7 @@ BLOCKS = {
 END
 NSA_TRACE_DIR=$PWD/run timeout 60 torchrun --standalone --nproc_per_node=2 train.py > trained 2>&1 & launcher=$!
 until [ -f run/job.json ]; do sleep 0.1; done
-timeout 60 pytest-nsa watch --run run --json > watched &
-until grep -q '"cause": "sleeping"' watched; do sleep 0.1; done; kill $launcher; wait; pytest-nsa diagnose run""",
+timeout 60 pytest-nsa watch --run run --on-verdict "kill $launcher" > watched; pytest-nsa diagnose run""",
         "sleeping (80% sure), at train.py:8",
         code=1,
     ),

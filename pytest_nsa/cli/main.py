@@ -18,6 +18,7 @@ from pytest_nsa.cli.compare import compare
 from pytest_nsa.cli.explain import explain
 from pytest_nsa.cli.foreign import diagnose_foreign
 from pytest_nsa.cli.foreign_folders import sources_folder, to_write_in
+from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
 from pytest_nsa.cli.watch import show_stacks, watch
 from pytest_nsa.evidence.load import find_test_folders
@@ -92,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
     command.add_argument("--json", action="store_true", help="print a JSON object at each change, one a line")
     command.add_argument("--once", action="store_true", help="print what is known now, and exit")
+    command.add_argument(
+        "--on-verdict",
+        metavar="CMD",
+        help="run a shell command once per verdict, with the verdict as JSON on its standard input",
+    )
     command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run again, as after a SIGKILL")
     command.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="as in artifacts/latest")
     command.add_argument("--sources", action="store_true", help=_SOURCES)
@@ -207,4 +213,5 @@ def _watch(arguments: argparse.Namespace) -> int:
     if not folders:
         print("error: give --run DIR, or the process id of a rank", file=sys.stderr)
         return 2
-    return watch(sorted(folders), as_json=arguments.json, once=arguments.once)
+    command = VerdictCommand(arguments.on_verdict) if arguments.on_verdict else None
+    return watch(sorted(folders), as_json=arguments.json, once=arguments.once, command=command)

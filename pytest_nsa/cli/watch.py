@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_nsa.cli.foreign_folders import is_ours, with_allowed_sources
 from pytest_nsa.cli.nccl import NcclService
+from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
@@ -170,8 +171,11 @@ def _key(found: Finding | Verdict | None) -> object:
     return found and (found.cause, found.ranks, found.where)
 
 
-def watch(folders: Iterable[Path], *, as_json: bool, once: bool) -> int:
-    """Follow until every rank has ended, or Ctrl-C. Return 0 without a verdict at the end, 1 with one, 2 without a rank."""
+def watch(folders: Iterable[Path], *, as_json: bool, once: bool, command: VerdictCommand | None) -> int:
+    """Follow until every rank has ended, or Ctrl-C. Return 0 without a verdict at the end, 1 with one, 2 without a rank.
+
+    ``command`` is run once per verdict.
+    """
     watchers, nccl = [Watcher(folder) for folder in folders], NcclService()
     shown, last, began = 0, 0.0, time.monotonic()
     try:
@@ -180,6 +184,8 @@ def watch(folders: Iterable[Path], *, as_json: bool, once: bool) -> int:
             known = nccl.lines
             nccl.look()
             changed.append(nccl.lines != known)
+            if command is not None and any(changed):
+                command.give([w.to_json() for w in watchers])
             is_over = all(w.is_over for w in watchers)
             due = any(changed) or is_over or time.monotonic() - last >= (1.0 if sys.stdout.isatty() else 5.0)
             has_seen = is_over or any(w.boards for w in watchers)
@@ -199,6 +205,8 @@ def watch(folders: Iterable[Path], *, as_json: bool, once: bool) -> int:
         pass
     finally:
         nccl.close()
+    if command is not None:
+        command.finish()
     return int(any(w.finding is not None for w in watchers))
 
 

@@ -12,13 +12,13 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
         "world_size(*n, group='made')", "backend(name)",
-        "branch(*names)", "gc_range(*ranges)", "trace_kinds(*kinds)",
+        "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "trace_kinds(*kinds)",
         "hash_seeds(*seeds)", "scenario(name, reads_as='')",
         "static_graph", "gpu(count=None, memory=None)", "reuse(group='kept')", "rank_env(**variables)",
         "fails_as(cause)", "rerun(wanted)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 14
+    assert len(RULES) == 15
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         ("gc_range('6:3')", "gc_range", "the range must go up"),
         ("gc_range('a:b')", "gc_range", "must be 'start:end' in whole layers"),
         ("gc_range(3)", "gc_range", "must be 'start:end' in whole layers"),
-        ("trace_kinds('grad')", "trace", "'grad' must be one of grads, module_bwd, ddp_buckets"),
+        ("trace('grad')", "trace", "'grad' must be one of grads, module_bwd, ddp_buckets"),
         ("scenario('../up')", "group", "takes one name of letters"),
         ("static_graph(True)", "ddp", "takes no argument"),
         ("static_graph", "group", "does nothing, as the test does not take the fixture 'ddp'"),

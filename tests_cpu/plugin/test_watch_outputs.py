@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa.trace.board import Board
+from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.watch import Watcher
 from pytest_nsa.observe import observer
 
@@ -51,6 +53,33 @@ def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path, monkeypatc
     assert first == "    1  rank 3: step 0  body  at train.py:7 in load_undone  still for 5 s"
     assert second.startswith("   11  ranks 0-2, 4-11: step 0  body  in barrier #1 at train.py:9 in main")
     assert second.endswith("  still for 13 s")
+
+
+def test_a_command_is_run_once_per_verdict(tmp_path: Path) -> None:
+    command = VerdictCommand(
+        f"cat >> {tmp_path / 'verdicts'}; echo $NSA_CAUSE $NSA_RANKS $NSA_RETRY >> {tmp_path / 'log'}"
+    )
+    verdict = {"cause": "transport_stuck", "ranks": [0, 1], "certain": False, "retry": "elsewhere", "reason": "..."}
+    for _ in range(3):
+        command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
+    command.give([{"folder": "run", "ranks": [], "verdict": None}])
+    command.finish()
+    assert (tmp_path / "log").read_text() == "transport_stuck 0,1 elsewhere\n"
+    assert json.loads((tmp_path / "verdicts").read_text())["folder"] == "run"
+
+
+def test_a_command_that_neither_reads_nor_ends_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    command = VerdictCommand("exec sleep 1000")
+    for cause in ("slow", "sleeping"):
+        verdict = {"cause": cause, "ranks": [0], "certain": False, "retry": "once", "reason": "x" * (1 << 20)}
+        command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
+    running = list(command._running)
+    assert [run.poll() for run in running] == [None, None]
+    command.finish(0.1)
+    assert capfd.readouterr().err.count("still runs after 0.1 s") == 2
+    for run in running:
+        run.kill()
+        run.wait()
 
 
 def test_the_board_of_this_process_is_alive(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from pytest_nsa import fixtures
-from pytest_nsa import trace_kinds as traced
+from pytest_nsa import trace as traced
 from pytest_nsa.fixtures import FSDP, Group, Trace
 from tests_cpu.faults.planting import AT, batch, net, planted, train
 

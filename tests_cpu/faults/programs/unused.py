@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_nsa import fixtures
-from pytest_nsa import trace_kinds as traced
+from pytest_nsa import trace as traced
 from pytest_nsa.fixtures import Trace
 from tests_cpu.faults.planting import batch, planted, train
 
