@@ -192,13 +192,15 @@ def _check_rank_env(mark: pytest.Mark) -> str | None:
 
 
 def _check_gpu(mark: pytest.Mark) -> str | None:
-    count = mark.kwargs.get("count")
-    if mark.args or set(mark.kwargs) - {"count", "memory"}:
-        return "takes count=, a number of GPUs, and memory=, as in gpu, gpu(count=2) or gpu(memory='8GiB')"
+    count, share = mark.kwargs.get("count"), mark.kwargs.get("share", False)
+    if mark.args or set(mark.kwargs) - {"count", "share", "memory"} or not isinstance(share, bool):
+        return "takes count=, a number of GPUs, share=, True or False, and memory=, as in gpu, gpu(count=2) or gpu(memory='8GiB')"
     if count is not None and (type(count) is not int or count < 1):
         return f"count={count!r} must be a whole number of GPUs, 1 or more, as in gpu(count=2)"
     if "memory" in mark.kwargs and memory_of(mark) is None:
         return f"memory={mark.kwargs['memory']!r} must be a whole number of MiB or GiB, as in gpu(memory='8GiB')"
+    if "memory" in mark.kwargs and share:
+        return "memory= and share= contradict each other: with memory= a test shares its GPU as far as all fit, so remove share="
     return None
 
 
@@ -281,10 +283,10 @@ _RULES = (
     _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
     MarkRule(
         name="gpu",
-        form="(count=None, memory=None)",
+        form="(count=None, share=False, memory=None)",
         text=(
-            "The test needs GPUs: skipped with a reason where there are too few. No other test uses them while it runs. "
-            "memory='8GiB': what all its ranks need together on each; tests that name it share "
+            "The test needs GPUs: skipped with a reason where there are too few. No other test uses them while it runs, "
+            "except with share=True on both. memory='8GiB': what all its ranks need together on each; tests that name it share "
             "a GPU as far as they fit. Default count: one per rank, or all that there are."
         ),
         check=_check_gpu,

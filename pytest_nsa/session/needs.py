@@ -26,6 +26,7 @@ class Needs:
     backend: str
     device: str
     gpus: int = 0
+    share_gpus: bool = False
     gpu_memory: int = 0  # bytes on each; 0: all of it
     reuse: str = ""
     is_cold: bool = False  # each rank a new interpreter, for its hash seed
@@ -55,6 +56,7 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
         else marked.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
         device="cuda" if on_gpu else "cpu",
         gpus=gpus,
+        share_gpus=gpu is not None and gpu.kwargs.get("share", False),
         gpu_memory=0 if gpu is None else marked.memory_of(gpu) or 0,
         reuse=marked.reuse_scope(item),
         is_cold=item.get_closest_marker("hash_seeds") is not None,

@@ -48,8 +48,10 @@ class Resources:
                 of = gpu_memory(self.settings) // PART if needs.gpu_memory else 0
                 parts = min(-(-needs.gpu_memory // PART), of)
                 broker = Broker(folder=default_folder(), names=self.settings.gpu_ids)
-                self._lease = broker.lease(needs.gpus, holder=test, report=self._report, parts=parts, of=of)
-                if not parts and not self.settings.fake_gpus:
+                self._lease = broker.lease(
+                    needs.gpus, share=needs.share_gpus, holder=test, report=self._report, parts=parts, of=of
+                )
+                if not needs.share_gpus and not parts and not self.settings.fake_gpus:
                     self._memory = memory_used(self._lease.names)
             self._for = needs
         return self._lease

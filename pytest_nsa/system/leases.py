@@ -64,7 +64,9 @@ class Broker:
     folder: Path
     names: Sequence[str]
 
-    def lease(self, count: int, *, holder: str, report: Callable[[str], None], parts: int = 0, of: int = 0) -> Lease:
+    def lease(
+        self, count: int, *, share: bool, holder: str, report: Callable[[str], None], parts: int = 0, of: int = 0
+    ) -> Lease:
         """Wait for ``count`` GPUs, or for ``parts`` of the ``of`` parts of each. ``report`` is called with a text while it
         waits.
 
@@ -73,7 +75,7 @@ class Broker:
         if count > len(self.names):
             raise ValueError(f"needs {count} GPUs, this machine has {len(self.names)}")
         began = reported = monotonic()
-        while (lease := self._take(count, holder, parts, of)) is None:
+        while (lease := self._take(count, share, holder, parts, of)) is None:
             now = monotonic()
             if now - reported >= (NEXT_WORD_S if reported > began else FIRST_WORD_S):
                 reported = now
@@ -81,11 +83,11 @@ class Broker:
             time.sleep(random.uniform(POLL_S / 4, POLL_S))
         return lease
 
-    def _take(self, count: int, holder: str, parts: int = 0, of: int = 0) -> Lease | None:
+    def _take(self, count: int, share: bool, holder: str, parts: int = 0, of: int = 0) -> Lease | None:
         """Return a lease of all that is needed, or None, without waiting."""
         lease, taken = Lease(), []
         for name in self.names:
-            locked = self._take_one(name, parts, of)
+            locked = self._take_one(name, share, parts, of)
             lease._locked += locked
             taken += [name] * bool(locked)
             if len(taken) == count:
@@ -97,9 +99,9 @@ class Broker:
         lease.release()
         return None
 
-    def _take_one(self, name: str, parts: int, of: int) -> list[int]:
+    def _take_one(self, name: str, share: bool, parts: int, of: int) -> list[int]:
         """Return the locked files of one GPU; none if it is not free now."""
-        one = _try_lock(self._path(name), share=parts > 0)
+        one = _try_lock(self._path(name), share=share or parts > 0)
         if one is None:
             return []
         locked = [one]
@@ -109,7 +111,7 @@ class Broker:
             if len(locked) > parts:
                 return locked
         # Ranks of a killed host may live for a moment longer: they hold the file of use.
-        if not parts and not _is_locked(self._path(name, "use")):
+        if not parts and (share or not _is_locked(self._path(name, "use"))):
             return locked
         for descriptor in locked:
             _unlock(descriptor)

@@ -86,14 +86,14 @@ def test_it(group, n):
 
 def test_parts_fit_or_are_refused(tmp_path: Path) -> None:
     broker = Broker(folder=tmp_path, names="0")
-    lease = broker.lease(1, holder="a test", report=print, parts=3, of=4)
-    assert broker._take(1, "next", 2, 4) is None
-    assert broker._take(1, "next") is None
-    beside = broker._take(1, "next", 1, 4)
+    lease = broker.lease(1, share=False, holder="a test", report=print, parts=3, of=4)
+    assert broker._take(1, False, "next", 2, 4) is None
+    assert broker._take(1, False, "next") is None
+    beside = broker._take(1, False, "next", 1, 4)
     assert beside is not None
     beside.release()
     lease.release()
-    assert broker._take(1, "next") is not None
+    assert broker._take(1, False, "next") is not None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ from pathlib import Path
 from pytest_nsa.system.leases import Broker, hold_while_alive
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
-lease = Broker(folder=folder, names="0123").lease(3, holder="a_long_test", report=print)
+lease = Broker(folder=folder, names="0123").lease(3, share=False, holder="a_long_test", report=print)
 if sys.argv[2] == "rank":
     held = hold_while_alive(lease.in_use)
     lease.release()  # as the kernel does when the host dies
@@ -155,10 +155,10 @@ def test_a_test_that_waits_names_the_holder_whose_death_frees_it(pytester: pytes
 def test_a_killed_host_whose_rank_lives_on_keeps_its_gpus(tmp_path: Path) -> None:
     rank = start_holder(tmp_path, "rank")
     broker = Broker(folder=tmp_path, names="0123")
-    assert broker._take(2, holder="next") is None
+    assert broker._take(2, share=False, holder="next") is None
     rank.kill()
     rank.communicate()
-    assert broker.lease(4, holder="next", report=print).names == tuple("0123")
+    assert broker.lease(4, share=False, holder="next", report=print).names == tuple("0123")
 
 
 def test_a_class_keeps_its_gpus_while_it_keeps_its_ranks(pytester: pytest.Pytester, lease_folder: Path) -> None:

@@ -14,7 +14,7 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         "world_size(*n, group='made')", "backend(name)",
         "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "trace_kinds(*kinds)",
         "hash_seeds(*seeds)", "scenario(name, reads_as='')",
-        "static_graph", "gpu(count=None, memory=None)", "reuse(group='kept')", "rank_env(**variables)",
+        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "rank_env(**variables)",
         "fails_as(cause)", "rerun(wanted)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
