@@ -139,6 +139,11 @@ def rank_env(**variables: str) -> pytest.MarkDecorator:
     return _made("rank_env", **variables)
 
 
+def cores(n: int) -> pytest.MarkDecorator:
+    """Pin the test's ranks to n cores that no other test with this mark uses at the same time."""
+    return _made("cores", n)
+
+
 # Without arguments the mark is the decorator, so that it also serves as `pytestmark` and in `pytest.param(marks=...)`.
 static_graph: pytest.MarkDecorator = _made("static_graph")
 gpu: pytest.MarkDecorator = _made("gpu")
@@ -165,6 +170,13 @@ def _check_world_size(mark: pytest.Mark) -> str | None:
     if not all(1 <= size <= MAX_WORLD_SIZE for size in sizes):
         return f"must be from 1 to {MAX_WORLD_SIZE} ranks, as in world_size(2)"
     return None
+
+
+def _check_cores(mark: pytest.Mark) -> str | None:
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux alone
+    if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
+        return "takes one whole number of cores, 1 or more, as in cores(1)"
+    return f"this machine lends {available} cores" if mark.args[0] > available else None
 
 
 def _check_hash_seeds(mark: pytest.Mark) -> str | None:
@@ -291,6 +303,7 @@ _RULES = (
         ),
         check=_check_gpu,
     ),
+    _taking_arguments(cores, _check_cores),
     MarkRule(
         name="hash_seeds",
         form="(*seeds)",

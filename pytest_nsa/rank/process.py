@@ -239,6 +239,8 @@ class RankProcess:
             os.environ[name] = value
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
+        if self.spec.cores:
+            os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
         mark_as_traced()  # this rank is traced already; a job that its test starts is another launch
         self.notes = []
         self._add_environment()

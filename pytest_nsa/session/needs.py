@@ -1,4 +1,4 @@
-"""What a test needs from the machine: ranks of which kind, GPUs. Read from its marks, fixtures and the settings."""
+"""What a test needs from the machine: ranks of which kind, GPUs, cores. Read from its marks, fixtures and the settings."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Needs:
     gpus: int = 0
     share_gpus: bool = False
     gpu_memory: int = 0  # bytes on each; 0: all of it
+    cores: int = 0
     reuse: str = ""
     is_cold: bool = False  # each rank a new interpreter, for its hash seed
     environment: dict[str, str] = field(default_factory=dict, hash=False)  # of its ranks
@@ -35,7 +36,7 @@ class Needs:
     @property
     def may_be_forked_ahead(self) -> bool:
         """Whether ranks can be made ready before the test's turn: nothing is to be leased first."""
-        return not self.is_cold and not self.gpus and self.device == "cpu"
+        return not self.is_cold and not self.gpus and not self.cores and self.device == "cpu"
 
 
 def needs_of(item: pytest.Item, settings: Settings) -> Needs:
@@ -47,8 +48,9 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
     on_gpu = gpu is not None and not settings.fake_gpus
     # Under an outer launcher the GPUs have been assigned already, one per rank.
     own_gpu = on_gpu and (gpus >= world_size or settings.outer is not None)
+    cores = marked.value(item, "cores", 0)
     if settings.outer is not None:
-        gpus = 0
+        gpus = cores = 0
     return Needs(
         world_size=world_size,
         backend=""
@@ -58,6 +60,7 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
         gpus=gpus,
         share_gpus=gpu is not None and gpu.kwargs.get("share", False),
         gpu_memory=0 if gpu is None else marked.memory_of(gpu) or 0,
+        cores=cores,
         reuse=marked.reuse_scope(item),
         is_cold=item.get_closest_marker("hash_seeds") is not None,
         environment=marked.environment_of(item),

@@ -1,8 +1,9 @@
-"""The GPUs of this process's tests: leased before a test's ranks start, kept while they stay, then given back."""
+"""The GPUs and cores of this process's tests: leased before a test's ranks start, kept while they stay, then given back."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 
 import pytest
@@ -30,34 +31,37 @@ class Resources:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self.config, self.settings = config, settings
         self._for: Needs | None = None
-        self._lease = Lease()
+        self._leases: dict[str, Lease] = {}
         self._memory: dict[str, int] = {}  # in use, when they were leased, on the GPUs that this process does not share
         self._waits_for_memory = True
 
     def holds_for_others(self, needs: Needs) -> bool:
-        """Return whether GPUs are kept for ranks that stayed, which a test with these needs cannot use."""
-        return self._for is not None and needs != self._for and bool(self._lease.names)
+        """Return whether leases are kept for ranks that stayed, which a test with these needs cannot use."""
+        return self._for is not None and needs != self._for and bool(self._leases)
 
-    def take(self, needs: Needs, test: str) -> Lease:
-        """Wait for the GPUs that ``test`` needs; those of earlier tests with equal needs are used again."""
+    def take(self, needs: Needs, test: str) -> dict[str, Lease]:
+        """Wait for what ``test`` needs; leases of earlier tests with equal needs are used again. Cores before GPUs, always."""
         if self._for is not None and needs != self._for:
             self.release()
         if self._for is None:
+            if needs.cores:
+                self._leases["core"] = self._broker("core").lease(
+                    needs.cores, share=False, holder=test, report=self._report
+                )
             if needs.gpus:
                 # If the memory of a GPU is not known, a test does not share it.
                 of = gpu_memory(self.settings) // PART if needs.gpu_memory else 0
                 parts = min(-(-needs.gpu_memory // PART), of)
-                broker = Broker(folder=default_folder(), names=self.settings.gpu_ids)
-                self._lease = broker.lease(
+                self._leases["gpu"] = self._broker("gpu").lease(
                     needs.gpus, share=needs.share_gpus, holder=test, report=self._report, parts=parts, of=of
                 )
                 if not needs.share_gpus and not parts and not self.settings.fake_gpus:
-                    self._memory = memory_used(self._lease.names)
+                    self._memory = memory_used(self._leases["gpu"].names)
             self._for = needs
-        return self._lease
+        return self._leases
 
     def release(self) -> None:
-        """Release the GPUs, each once its memory is free again, or after `FREED_S` with a line to the terminal."""
+        """Release all leases; a GPU once its memory is free again, or after `FREED_S` with a line to the terminal."""
         above = wait_until_freed(self._memory, FREED_S) if self._memory and self._waits_for_memory else {}
         for name, size in above.items():
             self._report(
@@ -65,9 +69,14 @@ class Resources:
             )
             self._waits_for_memory = False  # another program uses it: no test of this session waits again
         self._memory = {}
-        self._lease.release()
-        self._lease = Lease()
+        for lease in self._leases.values():
+            lease.release()
+        self._leases.clear()
         self._for = None
+
+    def _broker(self, kind: str) -> Broker:
+        names = self.settings.gpu_ids if kind == "gpu" else [str(c) for c in sorted(os.sched_getaffinity(0))]
+        return Broker(folder=default_folder(), kind=kind, names=names)
 
     def _report(self, text: str) -> None:
         """Print a line to the terminal while a test waits; also from an xdist worker, which shares the controller's stderr."""

@@ -1,4 +1,4 @@
-"""Leases of GPUs, each for one test at a time on this machine: file locks that the kernel frees when their holder dies.
+"""Leases of GPUs and cores, each for one test at a time on this machine: file locks that the kernel frees when their holder dies.
 
 A test takes all that it needs or none, and tries again after a moment. So no two tests wait for each other; which of several gets a
 GPU first is chance. This works between the workers of a run and the runs of a user. The files stay: they are empty or name a test.
@@ -43,8 +43,8 @@ def default_folder() -> Path:
 
 @dataclass(kw_only=True)
 class Lease:
-    """The GPUs that a test was given, by ``names``; released by `release`, or by the kernel. ``in_use``: the files that its ranks
-    lock while they live.
+    """The resources that a test was given, by ``names``; released by `release`, or by the kernel. ``in_use``: the files that its
+    ranks lock while they live.
     """
 
     names: tuple[str, ...] = ()
@@ -52,34 +52,37 @@ class Lease:
     _locked: list[int] = field(default_factory=list)  # file descriptors
 
     def release(self) -> None:
-        """Release all GPUs."""
+        """Release all resources."""
         while self._locked:
             _unlock(self._locked.pop())
 
 
 @dataclass(kw_only=True)
 class Broker:
-    """Leases of the GPUs ``names``, all that this machine has."""
+    """Leases of one kind, 'gpu' or 'core'. ``names`` are all that this machine has."""
 
     folder: Path
+    kind: str
     names: Sequence[str]
 
     def lease(
         self, count: int, *, share: bool, holder: str, report: Callable[[str], None], parts: int = 0, of: int = 0
     ) -> Lease:
-        """Wait for ``count`` GPUs, or for ``parts`` of the ``of`` parts of each. ``report`` is called with a text while it
+        """Wait for ``count`` resources, or for ``parts`` of the ``of`` parts of each. ``report`` is called with a text while it
         waits.
 
         Raises ValueError if this machine has fewer.
         """
         if count > len(self.names):
-            raise ValueError(f"needs {count} GPUs, this machine has {len(self.names)}")
+            raise ValueError(f"needs {count} {self.kind}s, this machine has {len(self.names)}")
         began = reported = monotonic()
         while (lease := self._take(count, share, holder, parts, of)) is None:
             now = monotonic()
             if now - reported >= (NEXT_WORD_S if reported > began else FIRST_WORD_S):
                 reported = now
-                report(f"{holder} waits for {count} of {len(self.names)} GPUs, {now - began:.0f} s; {self._held()}")
+                report(
+                    f"{holder} waits for {count} of {len(self.names)} {self.kind}s, {now - began:.0f} s; {self._held()}"
+                )
             time.sleep(random.uniform(POLL_S / 4, POLL_S))
         return lease
 
@@ -100,7 +103,7 @@ class Broker:
         return None
 
     def _take_one(self, name: str, share: bool, parts: int, of: int) -> list[int]:
-        """Return the locked files of one GPU; none if it is not free now."""
+        """Return the locked files of one resource; none if it is not free now."""
         one = _try_lock(self._path(name), share=share or parts > 0)
         if one is None:
             return []
@@ -126,7 +129,7 @@ class Broker:
         return f"held by {', '.join(holders)}" if holders else "others take it first"
 
     def _path(self, name: str, suffix: str = "lock") -> Path:
-        return self.folder / f"gpu-{name.replace(os.sep, '_')}.{suffix}"
+        return self.folder / f"{self.kind}-{name.replace(os.sep, '_')}.{suffix}"
 
 
 def _open(path: Path) -> int:
@@ -156,7 +159,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def hold_while_alive(paths: Sequence[str]) -> list[int]:
-    """In a rank, mark GPUs as in use while this process lives; return the descriptors of the files."""
+    """In a rank, mark resources as in use while this process lives; return the descriptors of the files."""
     held = [_open(Path(path)) for path in paths]
     for descriptor in held:
         fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -35,7 +35,7 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     if not any(pid in ranks for several in (*holding, *waited.values()) for pid in several):
         return {}  # saves a look at the open files of many ranks
     found: dict[int, dict[str, Any]] = {}
-    leases = folder_of_leases()  # ranks lock the GPUs that they use
+    leases = folder_of_leases()  # ranks lock the GPUs and cores that they use
     for pid, rank in ranks.items():
         wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
         paths, facts = _open_files(pid), dict[str, Any]()

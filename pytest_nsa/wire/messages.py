@@ -60,7 +60,7 @@ def check_kinds(of: Any, data: Any) -> None:
 class GroupSpec:
     """The properties of a group's ranks that do not depend on a test: ranks that fit one job fit every job with an equal spec.
 
-    ``gpus`` is the value of CUDA_VISIBLE_DEVICES ('': not set).
+    ``gpus`` is the value of CUDA_VISIBLE_DEVICES ('': not set), ``cores`` are those that the ranks are pinned to ('': none).
     ``environment`` are variables that ranks set before anything reads them. Under an outer launcher ``only`` is the one rank
     that is started here, and ``rendezvous`` ('host:port/prefix') is where all ranks meet.
     """
@@ -69,6 +69,7 @@ class GroupSpec:
     backend: str
     device: str
     gpus: str = ""
+    cores: str = ""
     environment: dict[str, str] = field(default_factory=dict, hash=False)
     only: int = -1
     rendezvous: str = ""
@@ -88,7 +89,7 @@ class Job:
     tmp_path; ``seed`` is for hypothesis; ``values`` are those of host fixtures, ``overrides`` those that a bisection tries,
     ``environment`` has the variables of the ranks; times are in seconds. ``reuse`` names the class or module with tests that share
     their ranks, '' for new ranks. Shared ranks form a new group for each test with ``fresh_group``, and wait for another test with
-    ``stay``. ``gpus`` are those that were leased, ``in_use`` are the files that ranks hold while they use them;
+    ``stay``. ``gpus`` and ``cores`` are those that were leased, ``in_use`` are the files that ranks hold while they use them;
     ``debugger`` names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any rank); ``body`` is the file of
     the test's function, which counts as user code wherever it is. ``hash_seeds`` has PYTHONHASHSEED of each rank, which is then a
     new interpreter; ``flow`` records the ranks' control flow; ``measures`` has the settings of a coverage by test.
@@ -117,6 +118,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     tmp: str = ""
     gpus: str = ""
+    cores: str = ""
     in_use: tuple[str, ...] = ()
     only: int = -1
     rendezvous: str = ""
@@ -134,7 +136,7 @@ class Job:
     def group_spec(self) -> GroupSpec:
         """The ranks that this job needs."""
         return GroupSpec(
-            world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus,
+            world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus, cores=self.cores,
             environment=self.environment, only=self.only, rendezvous=self.rendezvous,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""GPUs are lent to one test at a time: between xdist workers, between runs, and after a holder's death."""
+"""GPUs and cores are lent to one test at a time: between xdist workers, between runs, and after a holder's death."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ NOTE = """
 import json
 
 def note(artifacts, group, began):
-    seen = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"].split(","), "began": began, "ended": time.monotonic()}
+    seen = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"].split(","), "cores": sorted(os.sched_getaffinity(0)),
+            "began": began, "ended": time.monotonic()}
     (artifacts / f"note{group.rank}.json").write_text(json.dumps(seen))
 """
 
@@ -85,7 +86,7 @@ def test_it(group, n):
 
 
 def test_parts_fit_or_are_refused(tmp_path: Path) -> None:
-    broker = Broker(folder=tmp_path, names="0")
+    broker = Broker(folder=tmp_path, kind="gpu", names="0")
     lease = broker.lease(1, share=False, holder="a test", report=print, parts=3, of=4)
     assert broker._take(1, False, "next", 2, 4) is None
     assert broker._take(1, False, "next") is None
@@ -118,7 +119,7 @@ from pathlib import Path
 from pytest_nsa.system.leases import Broker, hold_while_alive
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
-lease = Broker(folder=folder, names="0123").lease(3, share=False, holder="a_long_test", report=print)
+lease = Broker(folder=folder, kind="gpu", names="0123").lease(3, share=False, holder="a_long_test", report=print)
 if sys.argv[2] == "rank":
     held = hold_while_alive(lease.in_use)
     lease.release()  # as the kernel does when the host dies
@@ -145,7 +146,7 @@ def test_a_test_that_waits_names_the_holder_whose_death_frees_it(pytester: pytes
     )  # fmt: skip
     assert run.stdout is not None
     line = next(line for line in run.stdout if "waits for" in line)
-    assert line.startswith("nsa: test_example.py::test_it waits for 2 of 4 GPUs, ")
+    assert line.startswith("nsa: test_example.py::test_it waits for 2 of 4 gpus, ")
     assert line.endswith(f"held by a_long_test (process {holder.pid})\n")
     holder.kill()
     holder.communicate()
@@ -154,7 +155,7 @@ def test_a_test_that_waits_names_the_holder_whose_death_frees_it(pytester: pytes
 
 def test_a_killed_host_whose_rank_lives_on_keeps_its_gpus(tmp_path: Path) -> None:
     rank = start_holder(tmp_path, "rank")
-    broker = Broker(folder=tmp_path, names="0123")
+    broker = Broker(folder=tmp_path, kind="gpu", names="0123")
     assert broker._take(2, share=False, holder="next") is None
     rank.kill()
     rank.communicate()
@@ -162,7 +163,7 @@ def test_a_killed_host_whose_rank_lives_on_keeps_its_gpus(tmp_path: Path) -> Non
 
 
 def test_a_class_keeps_its_gpus_while_it_keeps_its_ranks(pytester: pytest.Pytester, lease_folder: Path) -> None:
-    """A skipped test gives back the GPUs of the ranks that stayed for it."""
+    """A skipped test gives back the GPUs of the ranks that stayed for it; ranks have the cores that were lent."""
     source = (
         NOTE
         + """
@@ -176,8 +177,11 @@ class TestShared:
         note(artifacts, group, 0)
 
 @gpu(count=4)
+@cores(1)
 @world_size(2)
-def test_all(group): assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+def test_all(group):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert len(os.sched_getaffinity(0)) == 1
 """
     )
     result = run_example(pytester, source)
@@ -234,7 +238,7 @@ def test_a_gpu_is_given_back_once_its_memory_is_free(
     ours, reported = resources.Resources(request.config, settings), []
     monkeypatch.setattr(ours, "_report", reported.append)
     needs = Needs(world_size=1, backend="gloo", device="cpu", gpus=1)
-    names = ours.take(needs, "a test").names
+    names = ours.take(needs, "a test")["gpu"].names
     ours.release()
     assert (names, driver.used) == (("0",), [1, 6])  # the second look found it free
     monkeypatch.setattr(resources, "FREED_S", 0.0)

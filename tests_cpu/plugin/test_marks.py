@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from pytest_nsa.marks import MAX_WORLD_SIZE, RULES, LayerRange
@@ -14,11 +16,11 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         "world_size(*n, group='made')", "backend(name)",
         "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "trace_kinds(*kinds)",
         "hash_seeds(*seeds)", "scenario(name, reads_as='')",
-        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "rank_env(**variables)",
+        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "cores(n)", "rank_env(**variables)",
         "fails_as(cause)", "rerun(wanted)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 15
+    assert len(RULES) == 16
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,7 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         ("fails_as('cosmic_ray')", "group", "'cosmic_ray' must be one of skipped_collective, "),
         ("hash_seeds('3')", "group", "takes a whole number from 0 to 4294967295 for each rank"),
         ("hash_seeds(3)", "group", "is for 1 of 2 ranks"),
+        ("cores(100000)", "group", f"this machine lends {len(os.sched_getaffinity(0))} cores"),
     ],
 )
 def test_a_wrong_mark_is_refused_with_file_and_line(

@@ -14,7 +14,7 @@ from pytest_nsa.testing import run_example
 
 MARKS = (
     "gpu", "gpu(1)", "gpu('a100')", "gpu(reason='needs one')", "backend", "backend('postgres')", "branch('main')", "branch",
-    "reuse", "reuse(True)", "scenario", "scenario('user logs in')", "trace", "trace('sql')",
+    "cores", "cores(min=4)", "reuse", "reuse(True)", "scenario", "scenario('user logs in')", "trace", "trace('sql')",
     "trace_kinds('x')",
     "static_graph", "gc_range(1)", "check_divergence", "rank_env(A=1)", "hash_seeds", "hash_seeds(1)", "fails_as('x')",
     "world_size", "world_size(2)", "world_size(8, 'x')", "world_size(val=2)", "world_size([1, 2])",

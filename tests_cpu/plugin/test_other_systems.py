@@ -24,10 +24,14 @@ for module, names in {
 """
 SOURCE = """
 import pytest
-from pytest_nsa import world_size
+from pytest_nsa import cores, world_size
 
 @world_size(2)
 def test_on_ranks(group): pass
+
+@cores(1)
+@world_size(1)
+def test_on_a_core(group): pass
 
 def test_that_launches(launch): pass
 
@@ -49,6 +53,6 @@ def test_only_tests_on_ranks_are_skipped(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     (pytester.path / "test_example.py").write_text(SOURCE)
     done = run_pytest(pytester.path, ["-rs", *options], 120)
-    done.assert_outcomes(passed=1, xfailed=1, skipped=3)
-    done.stdout.fnmatch_lines("SKIPPED [[]3]*: ranks and their evidence need Linux, and this is darwin")
+    done.assert_outcomes(passed=1, xfailed=1, skipped=4)
+    done.stdout.fnmatch_lines("SKIPPED [[]4]*: ranks and their evidence need Linux, and this is darwin")
     assert not (pytester.path / "artifacts").exists()

@@ -153,8 +153,7 @@ def test_leases_that_another_user_holds_back_are_named(
         folder.mkdir(mode=0o777)
         os.chown(folder, NUMBER, NUMBER)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared))
-        monkeypatch.setenv("NSA_FAKE_GPUS", "1")
-        source = PASSES + "\n@world_size(2)\n@pytest.mark.gpu(count=1)\ndef test_leases(group): pass\n"
+        source = PASSES + "\n@world_size(2)\n@pytest.mark.cores(1)\ndef test_leases(group): pass\n"
         result = run_example(pytester, source, "-p", "no:randomly")
     assert result.outcomes == {"failed": 1, "passed": 1}
     assert sentence(result).startswith("1 failure has no verdict: test_example.py::test_leases: ")
