@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/installed-* && touch $@
 
 plan: $(STAMP)
-	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -m 'slow or not slow' -v $(if $(FAULT),--fault $(FAULT)) $(if $(FAULT_RANK),--fault-rank $(FAULT_RANK)) $(ARGS)
+	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -m 'slow or not slow' -v $(if $(FAULT),--fault $(FAULT)) $(if $(FAULT_RANK),--fault-rank $(FAULT_RANK)) $(if $(FOLLOW),--plan-follow) $(ARGS)
 
 # The plan under two versions of torch, and what differs; it fails where the second is worse. Below 2.6 (2.4, 2.5) torch is not supported.
 TORCH_A ?= torch==2.6.0

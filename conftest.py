@@ -14,6 +14,7 @@ from pytest_nsa import testing
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from tests_cpu.plan.decision import decide, is_of_the_plan
+from tests_cpu.plan.follow import Follow
 from tests_cpu.plan.scenarios import BY_VARIABLE, Scenario, ignored_variables
 from tests_cpu.warm import WarmPython
 
@@ -53,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Run scenarios of the plan alone, of these phases: 3, 1-5 or all (default: all, and other tests)",
     )
     parser.addoption(
+        "--plan-follow",
+        action="store_true",
+        help="Run the row of the plan that the last run's decision names next, and decide over both runs",
+    )
+    parser.addoption(
         "--real-sizes",
         action="store_true",
         help="Run the plan on a CPU at production's size (a night; -m long for more)",
@@ -72,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--plan-ranks {ranks}: scenarios of several ranks need 2 or more")
     if not 0 <= culprit < ranks:
         raise pytest.UsageError(f"--fault-rank {culprit}: the plan has ranks 0 to {ranks - 1} (--plan-ranks {ranks})")
+    if config.getoption("--plan-follow"):
+        config.pluginmanager.register(Follow(config), "plan-follow")
     if config.getoption("--bisect-mitigations"):
         config.option.nsa_bisect_env = ",".join(f"{name}=1" for name in BY_VARIABLE)
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa import testing
+from pytest_nsa.diagnosis.decision import Decision
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.wire.files import append_line, write_json
 from tests_cpu.plan.scenarios import CPU, TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,3 +43,16 @@ def test_phases_choose_scenarios_and_no_other_tests() -> None:
     assert [name.partition("[")[2] for name in found] == ["branch_cmp_only]", "branch_sel_only]", "branch_win_only]"]
     everything = collected("tests_cpu/plan", "--phases", "all")
     assert everything == [f"tests_cpu/plan/test_plan.py::test_scenario[{CPU.name_of(row)}]" for row in TABLE]
+
+
+def test_the_row_that_the_last_decision_names_is_followed(tmp_path: Path) -> None:
+    run = tmp_path / "latest"
+    run.mkdir()
+    follow = ("tests_cpu/plan", "--phases", "all", "--plan-follow", "--ranks-artifacts", str(tmp_path))
+    assert collected(*follow) == []  # refused: nothing is named
+    slow = Verdict(scenario="branch_cmp_only", nodeid="t", outcome="SLOW", cause="slow")
+    append_line(run / "verdicts.jsonl", slow.to_json())
+    action = "look; run manual_averaging (--phases 7 -k manual_averaging) to decide"
+    write_json(run / "decision.json", Decision(sentence="", action=action, path=()).to_json())
+    names = [name.partition("[")[2] for name in collected(*follow)]
+    assert names == ["branch_cmp_only]", "manual_averaging]"]
