@@ -17,7 +17,7 @@ from nsa.data.packing import Position
 from nsa.data.sources import identity
 from nsa.trace.strict_json import to_json
 
-SCHEMA = 2
+SCHEMA = 3
 DESCRIPTION = "checkpoint.json"
 _CHUNK = 1 << 24  # bytes
 
@@ -29,7 +29,7 @@ def is_name(name: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """The content of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name; ``finite``: of the step's loss and gradients."""
+    """The content of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name."""
 
     step: int
     position: Position
@@ -40,7 +40,6 @@ class Description:
     train: dict[str, Any]
     torch: str
     files: dict[str, tuple[int, int]]
-    finite: bool
 
 
 def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
@@ -134,19 +133,6 @@ def describe(path: Path) -> Description:
     if numbered and int(numbered[1]) != described.step:
         raise ConfigError(f"checkpoint {str(path)!r}: {DESCRIPTION} is of step {described.step}")
     return described
-
-
-def is_finite(path: Path) -> bool:
-    """Return whether a path is a checkpoint of a step with finite loss and gradients. Reads only checkpoint.json."""
-    try:
-        return describe(path).finite
-    except ConfigError:
-        return False
-
-
-def newest_finite(folder: Path, before: int) -> Path | None:
-    """Return the newest checkpoint in ``folder`` of a step below ``before`` with finite loss and gradients; None without one."""
-    return next((path for path in reversed(saved_in(folder)) if is_finite(path) and describe(path).step < before), None)
 
 
 def refuse_other_data(path: Path, config: Config) -> None:

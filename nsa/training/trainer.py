@@ -24,7 +24,6 @@ from nsa.trace.ddp_buckets import BucketTrace
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
 from nsa.trace.names import plain_name
-from nsa.training.flops import flops_per_token
 from nsa.training.parallel import RankInfo, accumulating, average_gradients, describe_dtypes, file_mark, share
 from nsa.training.statistics import GateStatistics, SelectionStatistics, write_dtypes, write_fallbacks
 
@@ -34,8 +33,7 @@ class StepResult:
     """The result of a step. ``loss`` is the mean over ranks, in nats per token; ``tokens`` counts all ranks.
 
     ``grad_norm``: L2 norm of the averaged gradients before they are clipped.
-    ``validation_loss``: the held-out loss after the step, where it was evaluated. ``skipped``: loss or norm is NaN or
-    infinite, and the optimizer made no update. ``stops``: a rank wants to stop after the step.
+    ``validation_loss``: the held-out loss after the step, where it was evaluated. ``stops``: a rank wants to stop after the step.
     ``seconds`` include the wait for data, and are the mean if several steps were read at once.
     """
 
@@ -45,11 +43,15 @@ class StepResult:
     tokens: int
     seconds: float
     peak_mib: float
-    grad_norm: float = math.nan
-    skipped: bool = False
+    grad_norm: float = 0.0
     validation_loss: float | None = None
     gates: dict[str, float] = field(default_factory=dict)
     stops: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,10 @@ class Trainer:
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
         if config.train.compile == "blocks":
-            # Attention would be compiled again for each number of documents in a pack, and a recomputation may take another graph
-            # than its forward, which torch refuses.
             for block in getattr(self.module, "blocks", ()):
-                (getattr(block, "mlp", block) if config.data.boundaries else block).compile()
+                block.compile()
         # Collected by name, before the model is sharded: FSDP1 flattens the parameters.
         matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
-        self.flops_per_token = flops_per_token(self.module, config.model, config.train.seq_len)
         bf16 = config.train.dtype == "bf16"
         self.model = share(self.module, config.parallel, ranks.device, bf16=bf16)
         # FSDP has replaced the parameters, so hooks are registered after it.
@@ -107,7 +106,6 @@ class Trainer:
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95), fused=on_gpu or None)
         self._update = self.optimizer.step
-        self._updates_on_device = on_gpu
         self._update_is_compiled = config.train.compile == "step" and not on_gpu
         if config.train.compile == "step":
             self._compile()
@@ -133,7 +131,7 @@ class Trainer:
         """Train on ``batches``, one per micro-step; gradients are averaged over all. `read` returns the results later.
 
         Does not wait for the device, except in steps with statistics. ``stops``: this rank wants to stop, which all ranks read
-        with the result. If the loss or the gradients' norm is not finite on any rank, no rank makes an update.
+        with the result.
         """
         number = self.steps_done + 1
         every = self.config.trace.stats_every
@@ -163,7 +161,7 @@ class Trainer:
         self._after_backward(number)
         figures[1] = self._clip()
         self.sum_over_ranks(figures)
-        self._optimize(lr, figures[:2].isfinite().all())
+        self._optimize(lr)
         self.steps_done = number
         self._write_statistics(number, wants_statistics)
         tokens = sum(b.tokens.shape[0] * (b.tokens.shape[1] - 1) for b in batches) * self.ranks.world_size
@@ -177,7 +175,7 @@ class Trainer:
         results = [
             StepResult(
                 step=unread.step, loss=loss / n, lr=unread.lr, tokens=unread.tokens, seconds=seconds, peak_mib=peak,
-                grad_norm=math.sqrt(square), skipped=not (math.isfinite(loss) and math.isfinite(square)), gates=gates,
+                grad_norm=math.sqrt(square), gates=gates,
                 stops=stopping > 0,
             )
             for unread, (loss, square, stopping) in zip(self._unread, found, strict=True)
@@ -194,14 +192,11 @@ class Trainer:
         """Return the mean cross-entropy, in nats, of the targets tokens[:, 1:], given the inputs tokens[:, :-1]."""
         tokens = batch.tokens.to(self.ranks.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        packed = {}
-        if self.config.data.boundaries:
-            inputs, packed = inputs.reshape(1, -1), {"cu_seqlens": batch.cu_seqlens}
         if self.steps_done == 0 and self.ranks.rank == 0:
             logger.info("[debug] step 1: input shape %s, seq_len %d", inputs.shape, targets.shape[1])
         bf16 = self.config.train.dtype == "bf16" and self.config.parallel.mode != "fsdp"
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=bf16):
-            loss: torch.Tensor = self.model(inputs, targets=targets, **packed)
+            loss: torch.Tensor = self.model(inputs, targets=targets)
         return loss
 
     def evaluate(self, batches: list[Batch]) -> float:
@@ -249,16 +244,11 @@ class Trainer:
         if self._update_is_compiled:
             self._update = torch.compile(self.optimizer.step)
 
-    def _optimize(self, lr: float, is_finite: torch.Tensor) -> None:
+    def _optimize(self, lr: float) -> None:
         # A compiled update takes the rate as a tensor: for a number it would be compiled again at each change.
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr.fill_(lr) if self._update_is_compiled else lr
-        # torch's fused kernels read this, as GradScaler sets it: nothing waits for the device.
-        if self._updates_on_device:
-            self.optimizer.found_inf = is_finite.logical_not().float()
-            self._update()
-        elif is_finite:
-            self._update()
+        self._update()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 

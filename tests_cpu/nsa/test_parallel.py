@@ -184,12 +184,8 @@ def test_nothing_is_selected_twice_where_the_selection_is_kept(artifacts: Path, 
     assert found[True] == (layers * steps, found[False][1])
 
 
-def test_documents_that_do_not_see_each_other(artifacts: Path) -> None:
-    config = configured(**{"data.boundaries": True, "train.batch_size": 2, "data.dataset": "synthetic"})
-    rows, _ = train(config, RankInfo(), artifacts, steps=3)
-    plain, _ = train(configured(**{"train.batch_size": 2, "data.dataset": "synthetic"}), RankInfo(), artifacts, steps=3)
-    assert rows == pytest.approx(plain, rel=TOLERANCE)  # one document per row: the same in another shape
-    model = Trainer(config, RankInfo(), artifacts).module
+def test_documents_that_do_not_see_each_other() -> None:
+    model = build_model(configured())
     tokens = torch.randint(0, 256, (1, 60))
     cu_seqlens = torch.tensor([0, 13, 13, 41, 60], dtype=torch.int32)
     packed = model(tokens, cu_seqlens=cu_seqlens)
@@ -294,7 +290,7 @@ def test_a_torch_that_compiles_a_step_wrongly_is_refused(tmp_path: Path) -> None
     ("kind", "settings", "said"),
     [
         ("graph", {"parallel.mode": "fsdp"}, "parallel.mode: fsdp"), ("graph", {"train.gc_reentrant": True}, "train.gc_reentrant"),
-        ("graph", {"data.boundaries": True}, "data.boundaries"), ("graph", {"trace.module_bwd": True}, "NSA_TRACE_MODULE_BWD"),
+        ("graph", {"trace.module_bwd": True}, "NSA_TRACE_MODULE_BWD"),
         ("cuda_graph", {"train.compile": "none"}, "train.compile: none; set it to step"),
         ("cuda_graph", {"parallel.mode": "ddp"}, "parallel.mode: ddp.*use average"),
         ("cuda_graph", {"train.accumulation": 2}, "train.accumulation=2"),

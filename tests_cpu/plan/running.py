@@ -107,7 +107,7 @@ def run(
     data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
     check = health.CHECKS[row.check](trainer, group.rank, row.uses)
     trained = sum(p.requires_grad for p in trainer.module.parameters())
-    told = Metrics(folder, config, ranks, trainer.flops_per_token) if group.rank == 0 else None
+    told = Metrics(folder, config) if group.rank == 0 else None
     with contextlib.closing(told) if told is not None else contextlib.nullcontext() as metrics:
         for step in range(row.steps):
             asked = asked if step == 0 else time.monotonic()
