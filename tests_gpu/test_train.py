@@ -66,24 +66,6 @@ def test_a_step_as_cuda_graphs_is_the_step(tmp_path: Path, checkpointing: bool) 
 
 
 @gpu
-@pytest.mark.timeout(120)
-def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
-    config = load_config(CONFIG, **{"parallel.mode": "none", "data.dataset": "synthetic", "model.n_layers": 2})
-    trainer = Trainer(config, RankInfo(device=torch.device("cuda", 0)), tmp_path)
-    data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
-    trainer.step([next(data)])
-    batch = next(data)
-    with warnings.catch_warnings():  # torch's own warning: the mode is a prototype
-        warnings.simplefilter("ignore")
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            trainer.step([batch])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert [result.is_finite for result in trainer.read()] == [True, True]
-
-
-@gpu
 @pytest.mark.timeout(60)
 def test_a_model_is_drawn_on_the_device() -> None:
     config = load_config(CONFIG)

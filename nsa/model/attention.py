@@ -6,7 +6,6 @@ Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -342,11 +341,9 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(m.n_heads * m.v_head_dim, m.dim, bias=False)
         self.rotary = Rotary(m.head_dim, m.rope_theta)
 
-    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int] | None = None) -> torch.Tensor:
-        """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1] or a list, B = 1) packed sequences."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
         check_hidden(x, self.w_q.in_features)
-        S = x.shape[1]
-        packed = None if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
         q, k, v = (
             one.unflatten(-1, (one.shape[-1] // width, width))
             for one, width in (
@@ -355,10 +352,6 @@ class DenseAttention(nn.Module):
                 (self.w_v(x), self.v_head_dim),
             )
         )
-        table = self.rotary.table(_positions(S, 0, packed, x.device), q.dtype)
+        table = self.rotary.table(_positions(x.shape[1], 0, None, x.device), q.dtype)
         q, k = self.rotary.turn(q, table), self.rotary.turn(k, table)
-        parts = [
-            attend_densely(q[:, a:b], k[:, a:b], v[:, a:b], q.shape[-1] ** -0.5, self.backend)
-            for a, b in itertools.pairwise(packed or [0, S])
-        ]
-        return self.out(torch.cat(parts, dim=1).flatten(-2))
+        return self.out(attend_densely(q, k, v, q.shape[-1] ** -0.5, self.backend).flatten(-2))

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from nsa import NSAAttention, Sizes, explain, nsa_attention, reference_attention
-from nsa.config import ModelConfig
 from nsa.kernels import flash, reference
 from nsa.kernels.dispatch import counters
-from nsa.model.attention import DenseAttention, Rotary
+from nsa.model.attention import Rotary
 
 SHAPE = Sizes(8, 4, 16, 4, 24)
 Inputs = list[torch.Tensor]
@@ -173,10 +172,8 @@ def test_selection_is_causal_attention_while_it_covers_all_blocks() -> None:
     torch.testing.assert_close(out, dense.transpose(1, 2), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["nsa", "dense"])
-def test_a_sequence_far_into_a_pack_equals_it_alone(kind: str) -> None:
-    m = ModelConfig(dim=16, n_heads=2, n_kv_heads=1, head_dim=8, v_head_dim=8, **SHAPE._asdict())
-    layer = NSAAttention.from_config(m) if kind == "nsa" else DenseAttention(m)
+def test_a_sequence_far_into_a_pack_equals_it_alone() -> None:
+    layer = NSAAttention(16, 2, 1, 8, **SHAPE._asdict())
     with torch.no_grad():
         for name, weight in layer.named_parameters():
             weight *= 4 if name.startswith(("w_", "k_")) else 1  # scores that depend on the positions

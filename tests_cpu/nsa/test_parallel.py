@@ -184,27 +184,9 @@ def test_nothing_is_selected_twice_where_the_selection_is_kept(artifacts: Path, 
     assert found[True] == (layers * steps, found[False][1])
 
 
-def test_documents_that_do_not_see_each_other() -> None:
-    model = build_model(configured())
-    tokens = torch.randint(0, 256, (1, 60))
-    cu_seqlens = torch.tensor([0, 13, 13, 41, 60], dtype=torch.int32)
-    packed = model(tokens, cu_seqlens=cu_seqlens)
-    apart = [model(tokens[:, a:b]) for a, b in ((0, 13), (13, 41), (41, 60))]
-    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="must start at 0, never fall, and end at S=60"):
-        model(tokens, cu_seqlens=torch.tensor([0, 70]))
-
-
 def test_no_statistics_are_written_every_0_steps(artifacts: Path) -> None:
     train(configured(**{"trace.stats_every": 0}), RankInfo(), artifacts, steps=2)
     assert not {"gate_health.jsonl", "k_stats.csv"} & {path.name for path in artifacts.iterdir()}
-
-
-def test_documents_shorter_than_a_block_leave_no_parameter_without_a_gradient(artifacts: Path) -> None:
-    config = configured(**{"model.compression": "mlp"})
-    model = Trainer(config, RankInfo(), artifacts).module
-    model(torch.randint(0, 256, (1, 10)), cu_seqlens=torch.tensor([0, 5, 10])).sum().backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
