@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa.config import ModelConfig
-from nsa.kernels.checks import check_hidden, pack_ends, refuse_padding
+from nsa.kernels.checks import check_hidden, pack_ends
 from nsa.kernels.compression import mean_of_blocks, tokens_of_blocks
 from nsa.kernels.derivatives import has_tangent, is_transformed
 from nsa.kernels.dispatch import attend, attend_densely, check_backend, run_branches, spans, zero_times
@@ -223,23 +223,16 @@ class NSAAttention(nn.Module):
         x: torch.Tensor,
         cache: KVCache | None = None,
         cu_seqlens: torch.Tensor | Sequence[int] | None = None,
-        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [B, S, dim] -> [B, S, dim].
 
         With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled, and for
         tangents of forward mode. With ``cu_seqlens`` (int [n + 1] or a list, B = 1) x are packed sequences, of which none sees
-        another. ``attention_mask`` [B, S], with a cache of its tokens too (1: token, 0: padding), is read on the host: padding
-        behind a sequence changes none of its outputs, and padding before or in one is refused. ValueError for what does not
-        fit.
+        another. ValueError for what does not fit.
         """
         check_hidden(x, self.w_q.in_features)
         if cache is not None and not isinstance(cache, KVCache):
-            raise ValueError(
-                f"cache is {type(cache).__name__}: must be a nsa.KVCache; a padding mask is attention_mask="
-            )
-        if attention_mask is not None:
-            refuse_padding(attention_mask, x.shape[0], x.shape[1] + (0 if cache is None else cache.length))
+            raise ValueError(f"cache is {type(cache).__name__}: must be a nsa.KVCache")
         B, S, _ = x.shape
         start = 0 if cache is None else cache.length
         if cache is not None and torch.is_grad_enabled():
