@@ -203,7 +203,7 @@ def attend_gated(
     ``listener`` receives the selection, bool [B, T, G, Ns].
     """
     n_blocks = blocks.num_selection(start + q.shape[1], sizes.select_block)
-    if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton" and scale > 0:
+    if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton":
         from nsa.kernels.triton import decoding as on_gpu
         from nsa.kernels.triton.operators import selection_mask
 

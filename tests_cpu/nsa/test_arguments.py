@@ -43,6 +43,7 @@ FUNCTION: list[tuple[str, Any, str]] = [
     ("n_select", 2, r"n_select=2: must be at least 3"),
     ("window", 0, r"window=0: must be at least 1"),
     ("window", None, r"^window=None: must be a whole number$"),
+    ("scale", -0.5, r"^scale=-0\.5: must be above 0$"),
     ("backend", "cuda", r"backend='cuda': must be one of auto, reference, sdpa, math, cpu, triton, flash"),
     ("cu_seqlens", torch.tensor([0, 30, 20, 40]), r"cu_seqlens=.*must start at 0, never fall, and end at S=40"),
     ("cu_seqlens", torch.tensor([ENDS]), OFFSETS + r"shape \(1, 4\), torch\.int64"),
