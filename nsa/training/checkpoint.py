@@ -2,13 +2,14 @@
 
 ``checkpoints/step_00000003/`` is written as ``step_00000003.partial``, renamed when it is complete, and then named in ``latest``:
 a rank that is killed at any moment leaves a complete checkpoint. Its ``checkpoint.json`` lists the content, with the size
-and CRC-32 of each file and of itself. It can be loaded with another number of ranks, and another way to share the model.
+and CRC-32 of each file. It can be loaded with another number of ranks, and another way to share the model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import pickle
 import shutil
 import warnings
@@ -37,7 +38,6 @@ from nsa.training.saved import (
     refuse_another_model,
     refuse_damaged,
     saved_in,
-    seal,
     size_and_crc,
 )
 
@@ -90,7 +90,8 @@ class Checkpointer:
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
-        write_atomically(partial / DESCRIPTION, seal({"schema": SCHEMA, **described}), synced=True)
+        text = json.dumps({"schema": SCHEMA, **described}, indent=1) + "\n"
+        write_atomically(partial / DESCRIPTION, text, synced=True)
         # A run that was resumed from an earlier step reaches this one again. Deleting the older one takes time: it is last.
         replaced = _set_aside(target) if target.exists() else None
         partial.rename(target)

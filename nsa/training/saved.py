@@ -15,7 +15,6 @@ from typing import Any
 from nsa.config import Config, ConfigError, shown
 from nsa.data.packing import Position
 from nsa.data.sources import identity
-from nsa.trace.strict_json import to_json
 
 SCHEMA = 3
 DESCRIPTION = "checkpoint.json"
@@ -101,21 +100,10 @@ def damage(path: Path) -> str:
     return ""
 
 
-def seal(fields: dict[str, Any]) -> str:
-    """Return a description as the text of its file, with the CRC-32 of its fields. ``fields``: as `json.loads` returns them."""
-    return to_json({**fields, "crc": _compute_crc(fields)}, indent=1) + "\n"
-
-
-def _compute_crc(fields: dict[str, Any]) -> int:
-    return zlib.crc32(to_json(fields).encode())
-
-
 def describe(path: Path) -> Description:
     """Return the description of a checkpoint. Raises ConfigError for a folder that is no checkpoint, or a damaged description."""
     try:
         fields = json.loads((path / DESCRIPTION).read_bytes())
-        crc = fields.pop("crc", None)
-        undamaged = crc == _compute_crc(fields)
         if fields.pop("schema") != SCHEMA:
             raise ValueError
         files = {name: (int(size), int(crc)) for name, (size, crc) in fields.pop("files").items()}
@@ -127,8 +115,6 @@ def describe(path: Path) -> Description:
         newest = next(reversed(saved_in(path.parent)), None) if path.name == "latest" else None
         advice = f"give a checkpoint, as {newest}" if newest else "give a step_* folder that --save-every wrote"
         raise ConfigError(f"checkpoint {str(path)!r}: is not a checkpoint of this program; {advice}") from None
-    if not undamaged:
-        raise ConfigError(f"checkpoint {str(path)!r}: {DESCRIPTION} is damaged (its CRC is another one)")
     numbered = re.fullmatch(r"step_(\d+)", path.name)
     if numbered and int(numbered[1]) != described.step:
         raise ConfigError(f"checkpoint {str(path)!r}: {DESCRIPTION} is of step {described.step}")
