@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nsa.kernels import blocks
 from nsa.kernels.blocks import without_autocast
@@ -20,7 +19,6 @@ from nsa.kernels.reference import probabilities, weighted
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 QUERIES = 64  # at once: each gathers its own keys and values
-FEW = 16  # new tokens, up to which a CPU takes one after another: nothing is masked then
 
 
 class _Growing:
@@ -225,8 +223,6 @@ def attend(
 
     ``cmp`` and ``sel`` are (key, value) of all blocks and tokens, ``win`` of the last tokens, as `KVCache` returns them.
     """
-    if q.shape[1] <= FEW and q.device.type == "cpu":
-        return _one_by_one(q, cmp, sel, win, start, sizes, scale, branches)
     l, d, l_sel, n_sel, w = sizes
     total = start + q.shape[1]
     t = torch.arange(start, total, device=q.device)
@@ -258,66 +254,6 @@ def _importance(p: torch.Tensor, n_blocks: int, a: int, r: int) -> torch.Tensor:
     for i in range(a if n_cmp else 0):
         mass[..., i : i + n_cmp] += p[..., : strides - i]
     return mass.unflatten(-1, (n_blocks, r)).sum(-1)
-
-
-def _one_by_one(
-    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
-    branches: tuple[Branch, ...],
-) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """Return `attend`, each token with what it sees of the cache."""
-    l, d, l_sel, _, w = sizes
-    total = start + q.shape[1]
-    found: list[dict[Branch, torch.Tensor]] = []
-    selections: list[torch.Tensor] = []
-    for i, t in enumerate(range(start, total)):
-        end = win[0].shape[1] - (total - t - 1)
-        seen_cmp = cmp.between(0, blocks.num_compressed(t + 1, l, d))
-        seen_sel, seen_win = sel.between(0, t + 1), win.between(max(0, end - w), end)
-        out, chosen = _attend_one(q[:, i : i + 1], seen_cmp, seen_sel, seen_win, t, sizes, scale, branches)
-        found.append(out)
-        if chosen is not None:
-            selections.append(F.pad(chosen, (0, blocks.num_selection(total, l_sel) - chosen.shape[3])))
-    joined = {branch: torch.cat([out[branch] for out in found], 1) for branch in branches}
-    return joined, torch.cat(selections, 1) if selections else None
-
-
-def _attend_one(
-    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
-    branches: tuple[Branch, ...],
-) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """Return `attend` for one token on a CPU: all that the cache gave is visible to it, so nothing is masked."""
-    l, d, l_sel, n_sel, _ = sizes
-    B, _, H, Dk = q.shape
-    G, total = sel[0].shape[2], start + 1
-    grouped = q.reshape(B, G, H // G, Dk).to(blocks.wide(q.dtype))
-
-    def attention(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, 1, H, Dv] and probabilities [B, G, h, N], of keys [B, G, N, Dk] and values likewise."""
-        p = (grouped @ k.to(grouped.dtype).transpose(-1, -2)).mul_(scale).softmax(-1)
-        return (p @ v.to(grouped.dtype)).reshape(B, 1, H, -1).to(v.dtype), p
-
-    out: dict[Branch, torch.Tensor] = {}
-    chosen = None
-    with torch.autocast("cpu", enabled=False):
-        if "cmp" in branches or "sel" in branches:
-            out["cmp"], p = attention(cmp[0].transpose(1, 2), cmp[1].transpose(1, 2))
-        if "sel" in branches:
-            importance = _importance(p.sum(2), blocks.num_selection(total, l_sel), l // d, l_sel // d)
-            chosen = blocks.select(importance[:, None], l_sel, n_sel, first=start)
-            picks = chosen.nonzero()[:, 3].view(B, G, -1, 1)  # as many for each
-            tokens = (picks * l_sel + torch.arange(l_sel, device=q.device)).flatten(2)
-            # What lies behind the token itself is at the end, in its own block.
-            tokens = tokens[..., : tokens.shape[2] - (chosen.shape[3] * l_sel - total)]
-            rows = tokens * G + torch.arange(G, device=q.device)[:, None]
-            keys, values = (
-                torch.stack([one.flatten(0, 1).index_select(0, at.flatten()) for one, at in zip(x, rows, strict=True)])
-                for x in sel
-            )
-            keys, values = keys.unflatten(1, (G, -1)), values.unflatten(1, (G, -1))
-            out["sel"], _ = attention(keys, values)
-        if "win" in branches:
-            out["win"], _ = attention(win[0].transpose(1, 2), win[1].transpose(1, 2))
-    return {branch: out[branch] for branch in branches}, chosen
 
 
 def _selected(

@@ -150,12 +150,12 @@ def test_a_prompt_s_scores_beyond_float16(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("tokens", [1, decoding.FEW, decoding.FEW + 1, decoding.QUERIES + 5])
+@pytest.mark.parametrize("tokens", [1, 16, decoding.QUERIES + 5])
 @pytest.mark.parametrize("under_autocast", [False, True])
 def test_new_tokens_scores_beyond_float16(
     tokens: int, dtype: torch.dtype, tolerance: float, under_autocast: bool
 ) -> None:
-    """One by one, and under masks in one part and in two: q k^T is larger than float16's largest number before it is scaled."""
+    """In one part and in two: q k^T is larger than float16's largest number before it is scaled."""
     S = 50 + tokens
     sizes, inputs, wanted = large_scores(S, dtype)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
