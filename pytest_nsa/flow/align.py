@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pytest_nsa.flow.read import Call, Flow, Frame
@@ -137,7 +137,7 @@ class Pair:
             if met is None and self._are_roles(a, i - 1, b, j - 1):
                 return None
             if met is None or not self._began_the_same(a, i - 1, met[0], b, j - 1, met[1]):
-                return self._parting(source, a, i - 1, b, j - 1)
+                return self._other_message(a, i, b, j) or self._parting(source, a, i - 1, b, j - 1)
             if self.notes_all:
                 self.noted.append(self._parting(source, a, i - 1, b, j - 1))
             i, j = met
@@ -206,6 +206,21 @@ class Pair:
     def _calls_from(self, flow: Flow, frame: Frame, index: int) -> list[Call]:
         before = len(frame.calls_from(-1, index))
         return flow.calls.get(frame.thread, [])[frame.begun_at + before :]
+
+    def _other_message(self, a: Frame, i: int, b: Frame, j: int) -> Parting | None:
+        """Return the two ends of a message that differ, in the statements to which the parts of two ranks lead; else None."""
+        for (k, mine), (m, others) in zip(
+            self._calls_by_line(self.one, a, i), self._calls_by_line(self.other, b, j), strict=False
+        ):
+            if self.key_of(self.one, mine) != self.key_of(self.other, others):
+                is_message = {mine.kind, others.kind} == MESSAGES
+                return Parting("argument", (a, b), (k, m), (mine, others)) if is_message else None
+        return None
+
+    def _calls_by_line(self, flow: Flow, frame: Frame, index: int) -> Iterator[tuple[int, Call]]:
+        """Yield the calls that concern the other rank from a line on, each with the index of its line."""
+        for k in range(index, len(frame.lines)):
+            yield from ((k, call) for call in frame.calls.get(k, ()) if self.key_of(flow, call) is not None)
 
     def _began_the_same(self, a: Frame, i: int, i2: int, b: Frame, j: int, j2: int) -> bool:
         """Return whether both began the same shared calls from a statement on until they meet."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_nsa.flow.align import COLLECTIVES, Pair, Parting
 from pytest_nsa.flow.read import Flow, Frame
-from pytest_nsa.flow.reasons import BY_RANK, RAISED, Step, differing, is_library, place, side, trace_back
+from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_library, place, side, trace_back
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
@@ -53,10 +53,11 @@ class FirstDivergence:
 
     @property
     def in_role(self) -> tuple[int, ...]:
-        """The ranks that begin calls inside a statement that selects them by their number; () where it does not."""
-        is_by_rank = any(step.by_right == BY_RANK for step in self.because) and self.kind in ("branch", "callee")
+        """The ranks that begin calls inside a statement that selects them by their number, or by a flag that it sets; else ()."""
+        is_flag = all(RANK.search(step.name) or set(step.values) <= {"True", "False"} for step in self.because)
+        is_by_rank = is_flag and any(step.by_right == BY_RANK for step in self.because)
         is_part = len(self.inside) < sum(map(len, self.outcomes.values()))
-        return self.inside if is_by_rank and is_part else ()
+        return self.inside if is_by_rank and is_part and self.kind in ("branch", "callee") else ()
 
     def below(self, root: str) -> FirstDivergence:
         """Return it with paths relative to a folder, '' for none, so that it reads the same on every machine."""

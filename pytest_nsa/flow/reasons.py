@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from nsa.trace.flow.statements import chains
-from pytest_nsa.flow.align import Parting
+from pytest_nsa.flow.align import MESSAGES, Parting
 from pytest_nsa.flow.read import Flow, Frame
 from pytest_nsa.flow.source import Statement, read_source
 
@@ -20,6 +20,7 @@ LEFT = "left the loop"
 RAISED = "raised "
 BY_RANK = "the rank"
 ARGUMENT = -1  # the index at which arguments are set
+RANK = re.compile(r"(?:^|[._])rank$")
 # What may differ from rank to rank by right, by the names in a statement.
 _BY_RIGHT = {
     BY_RANK: re.compile(r"(?i)rank|world_size"),
@@ -266,7 +267,7 @@ def _is_one_line(mine: _Value, others: _Value) -> bool:
 
 def _step(name: str, mine: _Value, others: _Value) -> Step:
     if not mine.is_set:
-        return Step(name, (mine.text, others.text), "", "", "")
+        return Step(name, (mine.text, others.text), "", "", BY_RANK if RANK.search(name) else "")
     frame, line = _place(mine)
     source = read_source(frame.file)
     text, node = source.head(line), source.statement(line)
@@ -317,7 +318,8 @@ def side(parting: Parting, which: int) -> str:
         assert call is not None
         group = f"group {call.group}" if call.group not in ("", "0") else ""
         root = f"root {call.root}" if call.root >= 0 else ""
-        return " ".join(filter(None, (call.op, call.what, group, root)))
+        tag = call.note if call.kind in MESSAGES else ""
+        return " ".join(filter(None, (call.op, call.what, group, root, tag)))
     if parting.kind == "callee":
         names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function of the program"
         numbers = Counter(call.op for call in frame.calls.get(at, ()))

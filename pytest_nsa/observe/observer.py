@@ -46,7 +46,6 @@ class Observer:
     """Observes the ranks that leave evidence in ``folder`` (``rankR/board.bin``): ``ranks``, or all that have a board there.
 
     ``notes``: the folder for what is observed, where that is not ``folder``. ``read``: how the evidence is read.
-    ``announce_after``: the least wait of a rank, in seconds, before anything is announced.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Observer:
         notes: Path | None = None,
         read: Callable[[], Evidence] | None = None,
         announce: Announce | None = None,
-        announce_after: float = 0.0,
     ) -> None:
         self.folder, self.notes, self.announce = folder, notes or folder, announce
         self.log, self._suspicions = self.notes / "host.jsonl", self.notes / "suspicions.jsonl"
@@ -68,7 +66,6 @@ class Observer:
         self.at_work = False  # whether the ranks of the suspicion are at work
         self.gone: set[int] = set()  # ranks without a process that were not done
         self.unread = ""  # why the evidence cannot be read
-        self._announce_after = announce_after
         self._read = read or (lambda: with_sources(load(folder)))
         self._finds_ranks = not ranks
         self._delay = AnnounceDelay()
@@ -139,8 +136,7 @@ class Observer:
                 append_line(self._suspicions, {"time": wall_clock(), "error": f"{type(error).__name__}: {error}"})
             return
         self.finding, self.unread = found, ""
-        is_long = self.watch.longest_wait >= self._announce_after
-        if found is not None and self.is_due and is_long and self._delay.state != self._announced:
+        if found is not None and self.is_due and self._delay.state != self._announced:
             self._announced = self._delay.state
             self._record_suspicion(found)
 

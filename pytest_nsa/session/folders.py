@@ -219,11 +219,11 @@ class RunFolder:
         with ignore_full_disk():
             append_line(self.path / NOTICES, {"text": text})
 
-    def announce(self, text: str, **facts: object) -> None:
-        """Announce something that is to be read while the test runs. ``facts``: ``time``, if not now; ``printed``, if it is."""
+    def announce(self, text: str) -> None:
+        """Announce something that is to be read while the test runs."""
         self.note(text)
         with ignore_full_disk():
-            append_line(self.path / ANNOUNCEMENTS, {"time": wall_clock(), "text": text, **facts})
+            append_line(self.path / ANNOUNCEMENTS, {"time": wall_clock(), "text": text})
 
     def notices(self) -> list[str]:
         """Return what was passed to `report`, by any worker if it could be written."""

@@ -261,3 +261,14 @@ def saves_on_one_rank(rank: int, call: Call) -> None:
         if is_main and step == 2:  # HERE
             full_state()
     call("barrier")
+
+
+def fits_until_a_tag_differs(rank: int, call: Call) -> None:
+    """Without its messages, no call differs."""
+    for step in range(4):
+        tag = step + (rank == 1 and step == 2)
+        if rank == 0:
+            call("send", kind="send", peer=1, note=f"tag {tag}")
+        elif rank == 1:
+            call("recv", kind="receive", peer=0, note=f"tag {tag}")
+        call("all_reduce")

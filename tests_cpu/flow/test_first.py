@@ -15,6 +15,7 @@ from nsa.trace.flow import log as written
 from nsa.trace.flow.recorder import FlowRecorder
 from nsa.trace.frames import add_user_file
 from pytest_nsa.flow import read as reading
+from pytest_nsa.flow.align import COLLECTIVES, MESSAGES
 from pytest_nsa.flow.first import FirstDivergence, find_first
 from pytest_nsa.flow.read import Flow, read_flow
 from tests_cpu.flow import programs
@@ -46,7 +47,9 @@ def record(program: Callable[..., None], folder: Path, rank: int, size: int = wr
 def _call_of(recorder: FlowRecorder) -> programs.Call:
     """Return a function that is no code of the program, as those of torch are none."""
     names: dict[str, programs.Call] = {}
-    source = "def call(op, what=''): begin({'kind': 'collective', 'op': op, 'group': '0', 'what': what})"
+    source = (
+        "def call(op, what='', **facts): begin({'kind': 'collective', 'op': op, 'group': '0', 'what': what} | facts)"
+    )
     exec(compile(source, "<call>", "exec"), {"begin": recorder.call}, names)
     return names["call"]
 
@@ -105,6 +108,14 @@ def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_
     assert found.kind == kind
     assert not chain or chain in {step.name for step in found.because}
     assert FirstDivergence.from_json(found.to_json()) == found
+
+
+def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -> None:
+    flows = [record(PROGRAMS["fits_until_a_tag_differs"], tmp_path, rank) for rank in range(2)]
+    found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
+    assert found is not None
+    assert (found.kind, set(found.values["tag"].values())) == ("argument", {"2", "3"})
+    assert {text.rpartition("tag ")[2] for text in found.outcomes} == {"2", "3"}
 
 
 def test_the_reader_knows_the_format_that_the_recorder_writes() -> None:

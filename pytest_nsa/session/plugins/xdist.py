@@ -54,9 +54,8 @@ class XdistHooks:
             for path in paths:
                 entries = list(read_lines(path))
                 for entry in entries[shown[path] :]:
-                    if not entry.get("printed"):
-                        sys.stdout.write(f"\n{entry['text']}\n")
-                        sys.stdout.flush()
+                    sys.stdout.write(f"\n{entry['text']}\n")
+                    sys.stdout.flush()
                 shown[path] = len(entries)
 
     @pytest.hookimpl(optionalhook=True)

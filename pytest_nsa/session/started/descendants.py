@@ -33,7 +33,6 @@ from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.reports import of_started as reports
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.started.announcer import JobAnnouncer
 from pytest_nsa.session.started.child_stacks import ChildStacks, named
 from pytest_nsa.session.started.jobs_of_test import (
     Concluded,
@@ -96,7 +95,6 @@ class StartedRanks:
             Path(outer).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.base = Path(tempfile.mkdtemp(prefix="nsa-jobs-", dir=outer))
         self.environment = {FOLDER: str(self.base), HOST: str(os.getpid())}
-        self.announcer = JobAnnouncer(config, self.base)
         self.stacks = ChildStacks(self.base)
         self.pid = os.getpid()
         self.item: pytest.Item | None = None
@@ -127,9 +125,7 @@ class StartedRanks:
         """Note that the test starts a process; return False if no test runs."""
         if not self._is_here:
             return False
-        if not self.has_any:
-            self.has_any = True
-            self._follow()
+        self.has_any = True
         if not self._hooks_forks and "torch.distributed" in sys.modules:
             self._hook_forks()
         return True
@@ -139,10 +135,6 @@ class StartedRanks:
         """Wrap torch's functions, which a forked child inherits: torch was imported without the variables."""
         importlib.import_module("nsa.trace.autostart").hook_forks()
         self._hooks_forks = True
-
-    @_harmless
-    def _follow(self) -> None:
-        self.announcer.follow(self.item.nodeid if self.item is not None else "", self._others)
 
     def _processes(self) -> list[Process]:
         """Return the processes that the test has started, and theirs."""
@@ -212,14 +204,10 @@ class StartedRanks:
     @_harmless
     def _exclude(self, before: set[Path] | None) -> None:
         self._others |= set(jobs_in(self.base)) - (before or set())
-        if self.has_any:
-            self._follow()
 
     @_harmless
     def _after_test(self, item: pytest.Item) -> None:
         """End what the ended test has left; delete the evidence of jobs that have ended."""
-        self.announcer.follow("")
-        self.announcer.hand_to(self.runner.folder)
         if self._is_ended and self._is_over():
             self.ends.finish()
         alive = [p for p in self._processes() if not p.has_ended]
@@ -324,7 +312,6 @@ class StartedRanks:
             root = self.config.rootpath
             occasion = Occasion(reason, nodeid, str(root), timeout, self.began, self._others)
             jobs = conclude_jobs(self.base, self.runner.folder, found, occasion, self.runner.extensions.rules)
-            self.announcer.hand_to(self.runner.folder)
             of_jobs = {pid for job in jobs for pid in job.pids}
             # One that has ended: a failure that the test has not waited for.
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
@@ -392,8 +379,6 @@ class StartedRanks:
         if self._undo_signal is not None:
             self._undo_signal()
         self._undo_starts()
-        with contextlib.suppress(OSError):
-            self.announcer.close()
         if os.getpid() == self.pid:
             if joined_at_exit():
                 # The program's own handlers of atexit come before this one, and may end these processes.
