@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nsa import train
-from nsa.config import load_config
 from nsa.data import Position, batches, open_source
 from nsa.data.packing import Batch
 from nsa.training.metrics import Metrics
@@ -23,22 +22,7 @@ from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 from pytest_nsa.report.curves import curves
 from tests_cpu.fsdp2 import that_run
-
-ROOT = Path(__file__).resolve().parents[2]
-TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
-SMALL = """
-model:
-  {dim: 16, n_layers: 1, n_heads: 2, n_kv_heads: 1, head_dim: 8, v_head_dim: 8, compress_block: 8,
-   compress_stride: 4, select_block: 16, n_select: 3, window: 16, mlp_hidden: 16, gate_hidden: 8}
-train: {steps: 12, batch_size: 2, seq_len: 32, lr: 1.0e-2, dtype: fp32, threads: 1, warmup_steps: 1}
-data: {workers: 0}
-"""
-
-
-def small(folder: Path) -> str:
-    path = folder / "small.yaml"
-    path.write_text(SMALL)
-    return str(path)
+from tests_cpu.nsa.test_checkpoint import options, small
 
 
 def odd_loss(loss: torch.Tensor, how: str) -> torch.Tensor:
@@ -79,7 +63,7 @@ def test_one_rank_s_odd_loss_is_read_on_all(group: Group, rank_tmp_path: Path, h
         {"parallel.mode": "fsdp", "train.dtype": "bf16"}, {"parallel.mode": "fsdp", "parallel.fsdp_version": 1},
     ]  # fmt: skip
     for way in that_run(ways):
-        config = load_config(small(rank_tmp_path), **way)
+        config = small(rank_tmp_path, **way)
         trainer = Trainer(config, ranks, rank_tmp_path)
         plain = trainer.loss
         data = batches(open_source(config), Position(), config.train.batch_size, group.rank, 2)
@@ -104,8 +88,8 @@ def test_the_run_stops_at_the_first_odd_step(
 ) -> None:
     """Figures are read before each checkpoint, too: the one after the odd step is not written."""
     plant(Trainer, monkeypatch, {8}, how)
-    out = tmp_path / "out"
-    arguments = ["--config", small(tmp_path), "--out", str(out), "--save-every", "3", "--set", "checkpoint.keep=1"]
+    out = tmp_path / "run"
+    arguments = options(tmp_path, "--steps", "12", "--save-every", "3", "--set", "checkpoint.keep=1")
     assert train.main([*arguments, "--set", f"train.log_every={every}"]) == train.NOT_FINITE
     error = capsys.readouterr().err
     what = "the loss is [0-9.]+, but the norm of its gradients is nan" if how == "gradient" else f"the loss is {how}"
@@ -128,7 +112,7 @@ def test_the_run_stops_at_the_first_odd_step(
 
 def test_every_field_of_metrics_may_be_null(tmp_path: Path) -> None:
     """The curves of the report pass over a loss that is null."""
-    metrics = Metrics(tmp_path, load_config(TINY))
+    metrics = Metrics(tmp_path, small(tmp_path))
     for step in range(1, 15):
         value = math.nan if step == 5 else float(step)
         metrics.add(
@@ -144,7 +128,7 @@ def test_every_field_of_metrics_may_be_null(tmp_path: Path) -> None:
 
 
 def test_gates_that_are_nan_are_null(tmp_path: Path) -> None:
-    model = Trainer(load_config(small(tmp_path)), RankInfo(), tmp_path).module
+    model = Trainer(small(tmp_path), RankInfo(), tmp_path).module
     statistics = GateStatistics(model)
     with torch.no_grad():
         model.blocks[0].attn.gate.fc2.bias.fill_(math.nan)
@@ -153,12 +137,3 @@ def test_gates_that_are_nan_are_null(tmp_path: Path) -> None:
     (line,) = lines(tmp_path, "gate_health.jsonl")
     assert line["means"] == {"cmp": None, "sel": None, "win": None}
     assert line["layers"]["blocks.0.attn.gate"]["mean"] == [None] * 3
-
-
-def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        train.main(["--help"])
-    help_text, page = capsys.readouterr().out, (ROOT / "docs" / "training.md").read_text()
-    for code, meaning in train.EXIT_CODES.items():
-        assert f"  {code:<4} {meaning}\n" in f"{help_text}\n"
-        assert f"| {code} | " in page

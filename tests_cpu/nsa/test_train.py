@@ -210,16 +210,18 @@ def test_a_misspelt_variable_is_warned_of(tmp_path: Path, run: Run) -> None:
     assert out.count("[env-guard]") == 1
 
 
-def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_variables_and_the_exit_codes_as_the_page_does(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(["--help"])
-    text = capsys.readouterr().out
+    text, page = capsys.readouterr().out, (ROOT / "docs" / "training.md").read_text()
+    for code, meaning in train.EXIT_CODES.items():
+        assert f"  {code:<4} {meaning}\n" in f"{text}\n"
+        assert f"| {code} | " in page
     for name in (
         "NSA_TRACE_GRADS=0|1",
         "NSA_GC_RANGE=start:end",
         "NSA_FORCE_BRANCH=cmp|sel|win",
         "TORCH_BACKEND=nccl|gloo",
-        "  75   stopped by SIGTERM",
         "`pytest-nsa diagnose DIR --html` draws the losses",
     ):
         assert name in text
