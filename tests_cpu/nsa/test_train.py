@@ -18,7 +18,6 @@ from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
-PROSE = str(ROOT / "examples" / "data" / "kjv.parquet")
 
 
 def under_torchrun(
