@@ -5,7 +5,6 @@ Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -258,9 +257,8 @@ class NSAAttention(nn.Module):
         v_sel, v_win = v_sel.contiguous(), v_win.contiguous()
         q, k_sel, k_win = (self.rotary.turn(one, table) for one in (q, k_sel, k_win))
         gates = self.gate(flat).unflatten(0, (B, S))
-        with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
-            pairs = KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win)
-            y = self._attend(q, *pairs, gates, positions, start=start, cache=cache, ends=ends)
+        pairs = KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win)
+        y = self._attend(q, *pairs, gates, positions, start=start, cache=cache, ends=ends)
         return self.out(y.reshape(B * S, y.shape[2] * y.shape[3])).unflatten(0, (B, S))
 
     def _attend(

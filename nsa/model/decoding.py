@@ -5,9 +5,8 @@ Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV 
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,9 +52,6 @@ class _Growing:
             with torch.inference_mode(False):  # as in `append`
                 self._buffer = self._buffer.index_select(0, index)
 
-    def __len__(self) -> int:
-        return self._used
-
 
 class KVCache:
     """What one NSA layer keeps of the tokens it has seen; for inference, so without gradients.
@@ -63,6 +59,7 @@ class KVCache:
     The selected branch keeps every token, the window the last w - 1, the compressed branch its blocks and the tokens that no
     whole block covers yet. ``length`` is the number of tokens seen. ``spare``: how many of the last tokens `crop` can take back,
     as speculative decoding needs; they are kept as well. A larger ``spare`` holds for tokens that come after it is set.
+    After an exception in a call, the caches of all layers are of no more use.
     """
 
     def __init__(self, *, spare: int = 0) -> None:
@@ -78,20 +75,6 @@ class KVCache:
         self._ahead = 0
         self._owner: dict[str, Any] = {}  # what the layer of its first call has
         self._sizes = Sizes()
-
-    @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Leave the cache as it was where the body raises."""
-        growing = (*self._compressed, *self._selected)
-        before = self.length, self._room, self._window, self._tail, self._ahead, self._owner
-        used = [len(one) for one in growing]
-        try:
-            yield
-        except BaseException:
-            self.length, self._room, self._window, self._tail, self._ahead, self._owner = before
-            for one, n in zip(growing, used, strict=True):
-                one.shorten(n)
-            raise
 
     @property
     def batch(self) -> int:

@@ -112,12 +112,13 @@ class NSATransformer(nn.Module):
                 raise ValueError(
                     "caches has the same KVCache twice: each layer needs its own, as in [KVCache() for _ in model.blocks]"
                 )
-            with contextlib.ExitStack() as stack:
-                for cache in caches:
-                    stack.enter_context(cache.all_or_nothing())
-                for block, cache in zip(self.blocks, caches, strict=True):
-                    x = block(x, cache)
-                return self.head(self.norm(x), targets)
+            if len({cache.length for cache in caches}) > 1:
+                raise ValueError(
+                    "caches: some have seen more tokens than others, as after a call that failed; make new ones"
+                )
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, cache)
+            return self.head(self.norm(x), targets)
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
         for index, block in enumerate(self.blocks):
             if recompute is not None and index in recompute:
