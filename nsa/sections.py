@@ -116,7 +116,6 @@ class ParallelConfig:
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = True
     bucket_cap_mb: float = number(25.0, above=0, most=1e6)
-    fsdp_version: Literal[1, 2] = 2
     no_sync: bool = True
     barrier_after_backward: bool = False
     safe: bool = False

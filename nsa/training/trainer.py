@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +22,6 @@ from nsa.trace import logger, memory
 from nsa.trace.ddp_buckets import BucketTrace
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
-from nsa.trace.names import plain_name
 from nsa.training.parallel import RankInfo, accumulating, average_gradients, describe_dtypes, file_mark, share
 from nsa.training.statistics import GateStatistics, SelectionStatistics, write_dtypes, write_fallbacks
 
@@ -81,8 +79,6 @@ class Trainer:
         if config.train.compile == "blocks":
             for block in getattr(self.module, "blocks", ()):
                 block.compile()
-        # Collected by name, before the model is sharded: FSDP1 flattens the parameters.
-        matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
         bf16 = config.train.dtype == "bf16"
         self.model = share(self.module, config.parallel, ranks.device, bf16=bf16)
         # FSDP has replaced the parameters, so hooks are registered after it.
@@ -95,12 +91,10 @@ class Trainer:
         self.buckets = BucketTrace(ranks.rank) if config.trace.ddp_buckets else None
         if self.buckets and isinstance(self.model, DistributedDataParallel):
             self.buckets.attach(self.model)
-        named = [(plain_name(name), p) for name, p in self.module.named_parameters()]
-        decayed = [p for name, p in named if name in matrices]
-        plain = [p for name, p in named if name not in matrices]
+        parameters = [*self.module.parameters()]
         groups = [
-            {"params": decayed, "weight_decay": config.train.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.train.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         # On a GPU one kernel updates many parameters; a CPU keeps the order of sums that its checkpoints were made with.
         on_gpu = ranks.device.type == "cuda"
@@ -255,12 +249,9 @@ class Trainer:
     def _clip(self) -> torch.Tensor:
         """Clip the gradients; return this rank's part of the squared norm before. The parts of all ranks sum up to it."""
         limit = self.config.train.grad_clip or math.inf  # with inf, gradients are multiplied by 1
-        if isinstance(self.model, FullyShardedDataParallel):
-            norm = self.model.clip_grad_norm_(limit)
-        else:
-            norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         is_of_share = False
-        if isinstance(norm, DTensor):  # FSDP2; whether reduced over the ranks or not, by the version of torch
+        if isinstance(norm, DTensor):  # under FSDP; whether reduced over the ranks or not, by the version of torch
             is_of_share = norm.placements[0].is_partial()
             norm = norm.to_local()
         return norm.square() if is_of_share else norm.square() / self.ranks.world_size

@@ -60,7 +60,7 @@ def test_one_rank_s_odd_loss_is_read_on_all(group: Group, rank_tmp_path: Path, h
     ranks = RankInfo(rank=group.rank, world_size=2)
     ways: list[dict[str, Any]] = [
         {"parallel.mode": "ddp", "train.accumulation": 2, "train.grad_clip": 0.0}, {"parallel.mode": "average"},
-        {"parallel.mode": "fsdp", "train.dtype": "bf16"}, {"parallel.mode": "fsdp", "parallel.fsdp_version": 1},
+        {"parallel.mode": "fsdp", "train.dtype": "bf16"},
     ]  # fmt: skip
     for way in that_run(ways):
         config = small(rank_tmp_path, **way)

@@ -73,7 +73,7 @@ def divided(world_size: int, accumulation: int) -> dict[str, Any]:
 WAYS: dict[str, list[tuple[str, int, bool, dict[str, Any]]]] = {
     "sample": [("ddp", 4, True, {}), ("fsdp", 2, True, {}), ("average", 2, True, {})],
     "rest": [
-        ("ddp", 1, True, {}), ("ddp", 1, False, {}), ("fsdp", 1, False, {}), ("fsdp", 1, False, {"parallel.fsdp_version": 1}),
+        ("ddp", 1, True, {}), ("ddp", 1, False, {}), ("fsdp", 1, False, {}),
         ("ddp", 2, True, {"parallel.static_graph": True}), ("ddp", 2, True, {"parallel.no_sync": False}),
         ("ddp", 1, True, {"parallel.gradient_as_bucket_view": False}), ("ddp", 1, True, {"train.gc_keep_selection": True}),
     ],
@@ -95,8 +95,6 @@ def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: 
     for way in that_run(ways):
         losses, trainer = train(configured(**way), ranks, artifacts)
         assert losses == pytest.approx(truth, rel=TOLERANCE), way
-        if way.get("parallel.fsdp_version") == 1:
-            continue  # there, gradients are shards of a flat tensor
         for name, gradient in gradients(trainer).items():
             error = (gradient - expected[name]).norm() / expected[name].norm()
             assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e} after {STEPS} steps, {way}"
@@ -128,17 +126,6 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     again.steps_done = 7
     rest, _ = train(config, ranks, artifacts, STEPS - 7, again, 7 * SAMPLES)
     assert begun + rest == once
-
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_fsdp1_lists_no_parameter_as_missing(group: Group, artifacts: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"parallel.mode": "fsdp", "parallel.fsdp_version": 1, "trace.grads": True}
-    with caplog.at_level("INFO", logger="nsa.trace"):
-        train(configured(**settings), RankInfo(rank=group.rank, world_size=2), artifacts, 1)
-    shown = [line for line in caplog.messages if line.startswith("[GRAD-TRACE]")]
-    assert shown == ["[GRAD-TRACE] not counted under FSDP1"]
-    assert not list(artifacts.rglob("all_missing_params.txt"))
 
 
 @needs_fsdp2

@@ -93,8 +93,7 @@ def run(
         kill_and_resume(ROOT / "configs" / size.config, {**overrides, **changed, "train.log_every": 1}, group, folder)
         return
     ranks = RankInfo(rank=group.rank, world_size=group.world_size, device=torch.device(group.device))
-    uses_fsdp2 = config.parallel.mode == "fsdp" and config.parallel.fsdp_version == 2
-    if uses_fsdp2 and not has_fsdp2(ranks.device):
+    if config.parallel.mode == "fsdp" and not has_fsdp2(ranks.device):
         pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on CPU")
     torch.manual_seed(config.train.seed)
     model = build_model(config, ranks.device)
