@@ -27,7 +27,6 @@ from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
 from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.metrics import Metrics
-from nsa.training.pace import Pace
 from nsa.training.parallel import RankInfo, file_mark
 from nsa.training.saved import describe, saved_in
 from nsa.training.trainer import StepResult, Trainer
@@ -107,7 +106,6 @@ class Run:
 
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
-        self._pace = Pace(self.trainer.steps_done, train.steps)
         began = time.monotonic()
         first = True
         if train.compile != "none" or self.ranks.device.type == "cuda":
@@ -150,10 +148,8 @@ class Run:
             results[-1] = replace(results[-1], validation_loss=self.trainer.evaluate(self._held_out))
             self.trainer.start_clock()
         if self.metrics is not None:
-            for result in results:
-                line = self.metrics.add(result)
-                if self._pace.is_due(result.step):
-                    self.log(f"{line}{self._pace.left(result.step)}")
+            lines = [self.metrics.add(result) for result in results]
+            self.log(lines[-1])
         for result in results:
             if not result.is_finite:
                 self._refuse_odd(result)

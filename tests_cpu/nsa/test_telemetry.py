@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from nsa.kernels import blocks
 from nsa.model.transformer import build_model
 from nsa.trace.stall.watchdog import Watchdog
 from nsa.training.metrics import Metrics
-from nsa.training.pace import Pace
 from nsa.training.statistics import GateStatistics, SelectionStatistics
 from nsa.training.trainer import StepResult
 from pytest_nsa.cli.main import main as command
@@ -257,16 +255,3 @@ def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
     metrics.close()
     first, torn, again = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert (json.loads(first)["step"], torn, json.loads(again)["loss"]) == (1, '{"step": 2, "lo', 4.0)
-
-
-def test_a_long_run_prints_a_line_every_few_seconds() -> None:
-    """10,000 steps of 1/128 s: the first twenty, one every 5 s, and the last; the time left by the clock."""
-    pace = Pace(done=100, steps=10_100)
-    due = [step for step in range(101, 10_101) if pace.is_due(step, now=step / 128)]
-    assert due[:20] == list(range(101, 121))
-    assert len(due) == 20 + 15 + 1
-    assert {b - a for a, b in pairwise(due[20:-1])} == {640}
-    assert due[-1] == 10_100
-    assert pace.left(5_100, now=5_100 / 128) == ", 0:00:39 left"
-    assert pace.left(10_100, now=101.0) == ""
-    assert Pace(0, 10**6).left(30) == ""
