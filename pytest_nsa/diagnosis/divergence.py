@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +99,7 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
 
 def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
     """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
-    labels = tuple(label for label in verdict.labels if label.text != CONDITION)
+    labels = tuple(label for label in verdict.labels if label.text not in (CONDITION, ""))
     changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *labels))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
     to_blame = found.exceptional or found.raising or found.in_role or its_own
@@ -154,6 +155,7 @@ def _cause(found: FirstDivergence, verdict: Verdict, to_blame: tuple[int, ...]) 
     return verdict.cause if to_blame == verdict.ranks else _OPPOSITE[verdict.cause]
 
 
+_REDUCIBLE = re.compile(r"-?[\d.]|['\"]|tensor |(True|False|None|inf|nan)$|(bfloat|float|int|bool)\d* ")
 _DOES = {
     "true": "decides true",
     "false": "decides false",
@@ -185,6 +187,7 @@ def _advice(found: FirstDivergence) -> str:
     set_by = {step.name: step.statement.partition("=")[2] for step in reversed(found.because)}
     # The one from which the others follow.
     first = next((n for n in names if not any(o in set_by.get(n, "") for o in names if o != n)), next(iter(names), ""))
-    if first:
+    # A container or an object cannot be reduced; a role is chosen by the number of the rank on purpose.
+    if first and not found.in_role and all(_REDUCIBLE.match(text) for text in found.values[first].values()):
         return f"decide by a value that all ranks share: reduce or broadcast `{first}` first"
     return "make every rank of the group reach the same calls, whatever its number"

@@ -24,6 +24,7 @@ from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.foreign.values import ForeignCall, ForeignJob, ForeignRank
 from pytest_nsa.wire.messages import Job
 
+_AMONG_MANY = 0.4  # that several ranks without evidence never came: their evidence may be elsewhere
 _CAUSES = {"missing": "missing_collective", "mismatch": "collective_mismatch", "behind": "missing_collective"}
 
 
@@ -97,7 +98,7 @@ def _stated(job: ForeignJob, evidence: Evidence) -> Finding | None:
 def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     """Find the ranks without a pending call, or without a dump, for which others wait in a group of both.
 
-    Where most ranks have ended, or do something else, those that wait have made one call more.
+    Where the dumps of most ranks have no pending call, those that wait have made one call more.
     """
     waited = {r: v.pending for r, v in job.ranks.items() if v.pending}
     idle = [
@@ -107,7 +108,8 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     needed = [r for r in idle if any(r in members for members in in_waits.values())]
     if not waited or not needed:
         return None
-    if len(needed) > len(waited):
+    without = [r for r in needed if r not in job.ranks or not job.ranks[r].has_dump]
+    if len(needed) - len(without) > len(waited):
         call = next(iter(waited.values()))[-1]
         ranks = [evidence.ranks[r] for r in sorted(waited)]
         who = describe_ranks(tuple(sorted(waited)), len(evidence.ranks))
@@ -115,9 +117,8 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
         return found_on(evidence, "extra_collective", ranks, reason, 0.6, where=_where(call) or last_seen(ranks[0]))
     missed = min(
         (c for calls_of in waited.values() for c in calls_of if needed[0] in in_waits[c.group]),
-        key=lambda c: c.peer != -1,
+        key=lambda c: (c.peer != -1, c.number),
     )
-    without = [r for r in needed if r not in job.ranks or not job.ranks[r].has_dump]
     ranks = [evidence.ranks[r] for r in needed]
     who = describe_ranks(tuple(needed), evidence.job.world_size)
     reason = f"{who} never entered {missed.op} #{missed.number}, where others wait"
@@ -130,7 +131,14 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
             evidence, activity.cause, ranks, f"{who}: {activity.description}", activity.confidence, where=where
         )
     where = last_seen(ranks[0]) if ranks[0].stack is not None else _where(missed)
-    return found_on(evidence, "missing_collective", ranks, reason, 0.6 if without else 0.8, where=where)
+    return found_on(
+        evidence,
+        "missing_collective",
+        ranks,
+        reason,
+        _AMONG_MANY if len(without) > 1 else 0.6 if without else 0.8,
+        where=where,
+    )
 
 
 def _behind(job: ForeignJob, evidence: Evidence) -> Finding | None:

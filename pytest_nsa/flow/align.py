@@ -185,6 +185,14 @@ class Pair:
                     found = self._frames(x, y, depth + 1)
                     if found is not None:
                         return found
+                    if (
+                        self.notes_all
+                        and x.lines
+                        and y.lines
+                        and x.returned != y.returned
+                        and _SCALAR.match(x.returned)
+                    ):
+                        self.noted.append(Parting("value", (x, y), (len(x.lines) - 1, len(y.lines) - 1)))
             elif any(self._concerns(self.one, f) for f in mine[a0:a1]) or any(
                 self._concerns(self.other, f) for f in others[b0:b1]
             ):

@@ -118,6 +118,8 @@ def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int
     """
     by_rank = {flow.rank: flow for flow in flows}
     others = [rank for rank in sorted(by_rank) if rank not in odd]
+    if not others:  # two ranks, or no majority
+        odd, others = odd[:1], list(odd[1:2])
     by_right = {
         parting.statement
         for one, other in list(itertools.combinations(others, 2))[:MOST_PAIRS]

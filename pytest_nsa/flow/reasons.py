@@ -39,6 +39,11 @@ class Step:
     statement: str
     by_right: str = ""  # what this value follows from, where ranks may differ in it
 
+    @property
+    def verb(self) -> str:
+        """What the statement does to the value."""
+        return "is decided" if self.statement.startswith(("if ", "elif ", "while ", "for ", "match ")) else "is set"
+
 
 @dataclass(frozen=True, slots=True)
 class _Value:
@@ -326,7 +331,8 @@ def side(parting: Parting, which: int) -> str:
         begun = ", ".join(op if n == 1 else f"{op} {n} times" for op, n in numbers.items())
         return f"calls {names}" + (f", which begins {begun}" if begun else "")
     if parting.kind == "value":
-        return ", ".join(f"{name} = {text}" for name, text in sorted(frame.values.get(at, {}).items()))
+        found = ", ".join(f"{name} = {text}" for name, text in sorted(frame.values.get(at, {}).items()))
+        return found or f"returns {frame.returned}"
     node = parting.source.statement(parting.line)
     following = frame.lines[at + 1] if at + 1 < len(frame.lines) else None
     is_in_body = (
@@ -338,4 +344,4 @@ def side(parting: Parting, which: int) -> str:
         return "true" if is_in_body else "false"
     if following is None:
         return "is in it" if frame.is_open else "returned"
-    return f"went on at line {following}"
+    return f"continues at line {following}"

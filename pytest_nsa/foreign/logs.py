@@ -22,6 +22,7 @@ _TIMEOUT = re.compile(
     _WHO + r".*?Watchdog caught collective operation timeout: Work\w*\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+)"
     r"(?:, TensorShape=\[(?P<shape>[\d, ]*)\])?(?:, NumelIn=(?P<count>\d+))?"
 )
+_BROKEN = re.compile(r"Watchdog caught collective operation timeout: Work\w*\([^)]*$")
 _COUNTS = re.compile(
     _WHO + r".*?last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL )?work: (?P<completed>-?\d+)",
     re.I,
@@ -76,11 +77,22 @@ class _State:
 
 
 def lines_of(file: BinaryIO) -> Iterator[str]:
-    """Yield the lines of a log that may have evidence, each at most 64 KiB long, without colours."""
+    """Yield the lines of a log that may have evidence, each at most 64 KiB long, without colours.
+
+    A terminal may have broken a watchdog's line within its parentheses: the parts are one line.
+    """
+    held = ""  # a line that is not whole
     while line := file.readline(LONGEST):
-        text = line.decode("utf-8", "replace")
-        if any(mark in text for mark in _MARKS):
-            yield _COLOURS.sub("", text).rstrip()
+        text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
+        if held and _MARKS[0] in text:  # of another rank: the one before was cut off
+            yield held
+            held = ""
+        text, is_whole = held + text, bool(held) or not _BROKEN.search(text)
+        held = "" if is_whole else text
+        if not held and any(mark in text for mark in _MARKS):
+            yield text
+    if held:
+        yield held
 
 
 def add_log(job: ForeignJob, lines: Iterable[str], rank: int | None) -> set[str]:

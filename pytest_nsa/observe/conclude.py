@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 from pytest_nsa.diagnosis.facts import in_backward
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.source import LOCATION, record_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.report.run import read_verdict, write_verdict
@@ -39,6 +40,8 @@ def conclude(
     evidence = _read(folder) if given is None else given
     verdict = diagnose(evidence, rules)
     verdict = replace(verdict, figures=_figures(evidence))
+    if verdict.failed and given is None:
+        evidence = with_label_sources(evidence, verdict)
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=0.0) or began
     if verdict.failed and given is None:  # from the stop, or without one from the end of the last rank, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, wall_clock() - known), 3))
@@ -47,6 +50,15 @@ def conclude(
             write_verdict(folder, verdict)
             _merge_logs(folder, evidence, verdict)
     return verdict, evidence
+
+
+def with_label_sources(evidence: Evidence, verdict: Verdict) -> Evidence:
+    """Return evidence of this session with the functions that a verdict's lines are in, also kept in its folder."""
+    at = LOCATION.match(verdict.where)
+    places = [(label.file, label.line) for label in verdict.labels if label.line]
+    places += [(at["file"], int(at["line"]))] if at is not None else []
+    files = [(f"{Path(evidence.job.root, file)}", line) for file, line in places]  # an absolute path stays one
+    return replace(evidence, sources=record_sources(evidence.folder, files, evidence.sources))
 
 
 def verdict_on(evidence: Evidence, *, again: bool = False, below: Path | None = None) -> Verdict:

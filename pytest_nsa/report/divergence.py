@@ -29,7 +29,9 @@ def describe_causes(verdict: Verdict) -> list[str]:
     out = [f"  diverged in {found.within}"] if found.within else []
     for step in [step for step in found.because if step.where][:MOST_STEPS]:
         by_right = f" (by {step.by_right})" if step.by_right else ""
-        out.append(f"  because  {step.name} is set at {step.where.partition(' in ')[0]}: {step.statement}{by_right}")
+        out.append(
+            f"  because  {step.name} {step.verb} at {step.where.partition(' in ')[0]}: {step.statement}{by_right}"
+        )
     return out
 
 
@@ -47,7 +49,7 @@ def divergence_table(verdict: Verdict) -> Markup | None:
         cells = (tag("td", tag("code", _value(of, ranks))) for _, ranks in sides)
         rows.append(tag("tr", tag("th", tag("code", name), scope="row"), *cells))
     steps = [
-        tag("li", tag("code", step.name), " is set at ", tag("code", step.where), ": ", tag("code", step.statement))
+        tag("li", tag("code", step.name), f" {step.verb} at ", tag("code", step.where), ": ", tag("code", step.statement))
         for step in found.because if step.where
     ]  # fmt: skip
     return tag(

@@ -14,7 +14,7 @@ import pytest
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.observe.conclude import conclude
+from pytest_nsa.observe.conclude import conclude, with_label_sources
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.output import LiveOutput, OutputLimit
 from pytest_nsa.observe.supervise import RanksRun
@@ -123,6 +123,7 @@ class RankRunner:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {narrowed}")
                 self.recorder.replace(folder, verdict)
             verdict = self._run_again(item, verdict, evidence, values)
+            evidence = with_label_sources(evidence, verdict)
         if not self.group.is_alone:
             self.recorder.add(folder, verdict)
         return verdict, evidence, found

@@ -30,7 +30,8 @@ def is_wanted(item: pytest.Item, settings: Settings, verdict: Verdict, made: int
         return False
     if verdict.world_size < 2 or verdict.outcome not in ("HANG", "FAIL", "CRASH") or verdict.cause in _FROM_OUTSIDE:
         return False
-    if verdict.outcome == "FAIL" and len(verdict.ranks) == verdict.world_size:  # all ranks fail alike
+    is_alike = len(verdict.ranks) == verdict.world_size and verdict.cause != "silent_divergence"
+    if verdict.outcome == "FAIL" and is_alike:
         return False
     return settings.rerun == "all" or made < AUTO
 

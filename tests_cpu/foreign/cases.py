@@ -98,6 +98,12 @@ RAS = """Communicator 0x1234 (32 ranks)
 """
 
 CASES = {
+    "a_terminal_broke_the_lines": Case(
+        origin="open-r1#620", ranks=(0,), call="broadcast", causes=("missing_collective",),
+        files={"job.log": "".join(
+            (line := watchdog(rank, 4, "BROADCAST", 112))[:165] + "\n" + line[165:] for rank in range(1, 7)
+        )},
+    ),
     "size_of_one_among_128": Case(
         origin="pytorch#140563", ranks=(22, 110), call="all_gather_base", causes=("collective_mismatch",),
         files={"fr.txt": ANALYZER.format(

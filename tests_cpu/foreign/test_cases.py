@@ -8,7 +8,7 @@ import pytest
 
 from pytest_nsa.diagnosis.foreign import judge
 from pytest_nsa.foreign.find import read_job
-from tests_cpu.foreign.cases import CASES
+from tests_cpu.foreign.cases import CASES, watchdog
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -24,3 +24,10 @@ def test_a_public_case_is_named(name: str, tmp_path: Path) -> None:
     assert verdict.ranks == case.ranks, (verdict.cause, verdict.explanation)
     assert verdict.cause in case.causes
     assert case.call in f"{verdict.explanation} {verdict.where} {labels}"
+
+
+def test_ranks_without_a_line_in_a_log_are_not_taken_for_ranks_that_ended(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("".join(watchdog(rank, 9141, "_ALLGATHER_BASE", 19008) for rank in (1, 4)))
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert (verdict.cause, verdict.ranks) == ("missing_collective", (0, 2, 3))
+    assert verdict.confidence < 0.5

@@ -135,3 +135,26 @@ def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_oth
     line = line_of(result, pytester.path)
     assert found["where"] in (f"test_example.py:{line} in test_it", f"test_example.py:{line - 1} in test_it")
     assert sorted(found["outcomes"].values()) == [[0, 2], [1]]
+
+
+def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -> None:
+    source = """
+        from pytest_nsa import check_divergence
+        @check_divergence
+        @world_size(2)
+        def test_it(ddp):
+            model = ddp.wrap(torch.nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1 and ddp.rank == 0:  # HERE
+                    model.module.load_state_dict({k: v / 2 for k, v in model.module.state_dict().items()})
+    """
+    result = run_example(pytester, source, *AGAIN)
+    verdict = result.verdicts["test_it"]
+    line = line_of(result, pytester.path)
+    assert (verdict.cause, verdict.ranks) == ("silent_divergence", (0, 1))
+    assert verdict.first_divergence["where"] == f"test_example.py:{line} in test_it"
+    assert f"{line} | if step == 1 and ddp.rank == 0:" in result.stdout
