@@ -337,7 +337,7 @@ def check_model(m: ModelConfig) -> None:
 
 def _check_training(config: Config) -> None:
     """Check what the fields of a training must be to each other, and to the model."""
-    t, data, m = config.train, config.data, config.model
+    t, m = config.train, config.model
     if t.min_lr > t.lr:
         raise ConfigError(f"train.min_lr={t.min_lr:g}: must not exceed train.lr={t.lr:g}, from which it is reached")
     if t.seq_len < m.compress_block:
@@ -354,7 +354,6 @@ def _check_training(config: Config) -> None:
     against = (
         (config.parallel.mode == "fsdp", "parallel.mode: fsdp, whose units are gathered one by one"),
         (t.gradient_checkpointing and t.gc_reentrant, "train.gc_reentrant"),
-        (data.boundaries, "data.boundaries, whose documents differ in number and length from batch to batch"),
         (config.trace.module_bwd, "NSA_TRACE_MODULE_BWD, whose hooks a graph cannot hold"),
     )
     for holds, what in against:

@@ -15,7 +15,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
-from nsa.kernels.checks import refuse_padding
 from nsa.model.attention import NSAAttention
 from nsa.model.decoding import KVCache
 from nsa.sizes import Sizes
@@ -244,6 +243,23 @@ def refuse_config(config: Any) -> None:
         if is_refused:
             value = asked if name == "attn_implementation" else getattr(config, name)
             raise ValueError(f"{name}={value!r}: NSA has no such attention; set its default")
+
+
+def refuse_padding(attention_mask: torch.Tensor, batch: int, tokens: int) -> None:
+    """Raise ValueError for a mask [B, S] with padding before a token: it would be attended to, compressed and selected.
+
+    Padding behind the last token is seen by no token before it.
+    """
+    if tuple(attention_mask.shape) != (batch, tokens):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: must be {(batch, tokens)}, [batch, tokens]"
+        )
+    is_token = attention_mask.bool()
+    if bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask has padding before a token, which would be attended to: pad at the end (padding_side='right'), "
+            "or pack the sequences with cu_seqlens"
+        )
 
 
 def refuse_arguments(

@@ -57,9 +57,7 @@ class TrainConfig:
     ``gc_range`` is half open: layers start <= i < end recompute in backward; with ``gc_keep_selection`` they keep which blocks
     they selected. Figures are read from the device, which waits for it, and written every ``log_every`` steps. ``compile`` by
     torch.compile: ``blocks``, each by itself, or the ``step``, which is the whole model in one graph, the loss and, on a CPU,
-    the optimizer. ``cuda_graph``: a compiled step is replayed as CUDA graphs. ``nonfinite``: a loss or gradient that is NaN or
-    infinite stops the run, or the step is skipped, at most ``max_skips`` in a row; the optimizer makes no update from it either
-    way.
+    the optimizer. ``cuda_graph``: a compiled step is replayed as CUDA graphs.
     """
 
     steps: int = number(100, least=1)
@@ -71,8 +69,6 @@ class TrainConfig:
     warmup_steps: int = number(20)
     weight_decay: float = number(0.1)
     grad_clip: float = number(1.0)
-    nonfinite: Literal["stop", "skip"] = "stop"
-    max_skips: int = number(20, least=1)
     seed: int = number(1234)
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -92,7 +88,7 @@ class DataConfig:
     """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder). Bytes are tokens.
     ``shuffle``: documents come in an order that follows from ``train.seed`` and the pass over them. ``validation``: a file or
     folder, of which ``validation_samples`` samples give a held-out loss every ``validate_every`` steps, and after the last.
-    ``boundaries``: no token attends to another document. ``workers`` processes per rank read batches ahead (0: none). More than
+    ``workers`` processes per rank read batches ahead (0: none). More than
     ``max_bad_rows`` rows that cannot be read end the run.
     """
 
@@ -102,7 +98,6 @@ class DataConfig:
     validation: str | None = None
     validation_samples: int = number(64, least=1)
     validate_every: int = number(100, least=1)
-    boundaries: bool = False
     workers: int = number(1, most=1024)
     max_bad_rows: int = number(100)
 
@@ -121,7 +116,6 @@ class ParallelConfig:
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = True
     bucket_cap_mb: float = number(25.0, above=0, most=1e6)
-    fsdp_version: Literal[1, 2] = 2
     no_sync: bool = True
     barrier_after_backward: bool = False
     safe: bool = False

@@ -37,7 +37,7 @@ NOT_WRITABLE = frozenset({
 EXIT_CODES = {
     0: "done",
     USAGE_ERROR: "a setting or file that cannot be used, or a disk that is full: one line names it",
-    NOT_FINITE: "a loss or gradient is NaN or infinite (train.nonfinite): one line names the step and a checkpoint before it",
+    NOT_FINITE: "a loss or gradient is NaN or infinite: one line names the step and a checkpoint before it",
     75: "stopped by SIGTERM, or without its launcher, with a checkpoint: start it again with --resume auto",
     INTERRUPTED: "interrupted",
 }

@@ -30,7 +30,7 @@ LIMITS: dict[str, tuple[str, int]] = {
     "anew": (r"anew", 0),
     "left out": (r"(leaves?|leaving|left) out", 0),
     "of its own": (r"of (its|their|his|your|our) own", 0),
-    "whose": (r"whose", 30),
+    "whose": (r"whose", 29),
     "is none": (r"(is|are|was|were) none", 4),
     "what it is": (r"what (it|they) (is|are|was|were)", 3),
     "has not come": (r"(has|have|had) not come", 0),

@@ -66,30 +66,6 @@ def test_a_step_as_cuda_graphs_is_the_step(tmp_path: Path, checkpointing: bool) 
 
 
 @gpu
-@pytest.mark.timeout(120)
-def test_an_odd_loss_changes_nothing_and_nothing_waits(tmp_path: Path) -> None:
-    config = load_config(CONFIG, **{"parallel.mode": "none", "data.dataset": "synthetic", "model.n_layers": 2})
-    trainer = Trainer(config, RankInfo(device=torch.device("cuda", 0)), tmp_path)
-    data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
-    trainer.step([next(data)])
-    plain, batch = trainer.loss, next(data)
-    trainer.loss = lambda batch: plain(batch) * float("nan")  # type: ignore[method-assign]
-    before = [p.detach().clone() for p in trainer.module.parameters()]
-    with warnings.catch_warnings():  # torch's own warning: the mode is a prototype
-        warnings.simplefilter("ignore")
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            trainer.step([batch])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(p, e) for p, e in zip(trainer.module.parameters(), before, strict=True))
-    trainer.loss = plain  # type: ignore[method-assign]
-    trainer.step([next(data)])
-    assert [result.skipped for result in trainer.read()] == [False, True, False]
-    assert not all(torch.equal(p, e) for p, e in zip(trainer.module.parameters(), before, strict=True))
-
-
-@gpu
 @pytest.mark.timeout(60)
 def test_a_model_is_drawn_on_the_device() -> None:
     config = load_config(CONFIG)

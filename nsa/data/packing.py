@@ -48,11 +48,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``tokens`` int [S + 1]. ``starts`` are the inputs' offsets in 1..S-1 where another document begins."""
+    """``tokens`` int [S + 1]."""
 
     number: int
     tokens: Tokens
-    starts: tuple[int, ...]
     position: Position
 
 
@@ -65,13 +64,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``tokens`` int64 [B, S + 1]: inputs are [:, :-1], targets [:, 1:]. ``position`` is the run's position when all ranks
-    have taken theirs. ``cu_seqlens`` int32 [n + 1]: where documents begin in the B * S inputs, row after row, and their end.
-    """
+    """``tokens`` int64 [B, S + 1]: inputs are [:, :-1], targets [:, 1:]. ``position`` of the run when all ranks have theirs."""
 
     tokens: torch.Tensor
     position: Position
-    cu_seqlens: torch.Tensor
 
 
 class PackedSource:
@@ -98,8 +94,7 @@ class PackedSource:
     def _sample(self, number: int, low: int, held: deque[tuple[int, Tokens, Position]]) -> Sample:
         high = low + self.seq_len + 1
         parts = [tokens[max(0, low - at) : high - at] for at, tokens, _ in held if at < high]
-        starts = tuple(at - low for at, _, _ in held if low < at < high - 1)
-        return Sample(number, np.concatenate(parts), starts, replace(held[0][2], samples=number))
+        return Sample(number, np.concatenate(parts), replace(held[0][2], samples=number))
 
     def _documents(self, position: Position) -> Iterator[tuple[int, Tokens, Position]]:
         """Yield each document's tokens from ``position.place`` on, with the number of the first, pass after pass."""
@@ -158,10 +153,7 @@ def batches(
 def _batch(samples: list[Sample], taken: int) -> Batch:
     import torch  # not before the first batch: a source that cannot be used is refused sooner
 
-    S = len(samples[0].tokens) - 1
-    starts = [row * S + offset for row, sample in enumerate(samples) for offset in (0, *sample.starts)]
     return Batch(
         tokens=torch.from_numpy(np.stack([sample.tokens for sample in samples]).astype(np.int64)),
         position=replace(samples[0].position, samples=taken),
-        cu_seqlens=torch.tensor([*starts, len(samples) * S], dtype=torch.int32),
     )

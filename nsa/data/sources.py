@@ -34,7 +34,7 @@ class MadeSource:
         """See `nsa.data.packing.Source`."""
         for number in filter(wanted, itertools.count(position.samples)):
             tokens = self.make(np.random.default_rng((self.seed, number)))
-            yield Sample(number, tokens, (), replace(position, samples=number))
+            yield Sample(number, tokens, replace(position, samples=number))
 
 
 def counting(length: int, vocab: int) -> Callable[[np.random.Generator], Tokens]:

@@ -80,20 +80,3 @@ def check_hidden(x: torch.Tensor, dim: int) -> None:
     """Raise ValueError where x is not [B, S, dim]."""
     if x.dim() != 3 or x.shape[2] != dim:
         raise ValueError(f"x has shape {tuple(x.shape)}: must be [batch, tokens, {dim}]")
-
-
-def refuse_padding(attention_mask: torch.Tensor, batch: int, tokens: int) -> None:
-    """Raise ValueError for a mask [B, S] with padding before a token: it would be attended to, compressed and selected.
-
-    Padding behind the last token is seen by no token before it.
-    """
-    if tuple(attention_mask.shape) != (batch, tokens):
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: must be {(batch, tokens)}, [batch, tokens]"
-        )
-    is_token = attention_mask.bool()
-    if bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
-        raise ValueError(
-            "attention_mask has padding before a token, which would be attended to: pad at the end (padding_side='right'), "
-            "or pack the sequences with cu_seqlens"
-        )

@@ -184,7 +184,7 @@ def nsa_attention(
         k_sel, v_sel, k_win, v_win: [B, S, G, Dk] and [B, S, G, Dv].
         gates: [B, S, H, 3], after the sigmoid, in the order cmp, sel, win. None is below zero: triton makes its gradient NaN.
         sizes: of the blocks and the window, as `Sizes(window=256)`; what is not named is the paper's.
-        scale: of the scores; 1/sqrt(Dk) when None.
+        scale: of the scores, above 0; 1/sqrt(Dk) when None.
         cu_seqlens: int [n + 1] or a list, for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
             sum over the sequences.
         backend: ``auto``, or one of `BACKENDS` by name; `explain` names the one that would serve, and the reason.
@@ -192,6 +192,8 @@ def nsa_attention(
     Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
     """
     l, d = sizes.check()[:2]
+    if scale is not None and scale <= 0:
+        raise ValueError(f"scale={scale}: must be above 0")
     check_tensors(q, {"k_sel": k_sel, "k_win": k_win}, {"v_sel": v_sel, "v_win": v_win})
     check_compressed(q, k_cmp, v_cmp, k_sel, v_sel, gates)
     ends = None if cu_seqlens is None else pack_ends(cu_seqlens, q.shape[0], q.shape[1])

@@ -61,5 +61,4 @@ def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale:
         return sdpa.sliding(q, k, v, w=w, scale=scale)
     from flash_attn import flash_attn_func
 
-    q, scale = ops.positive_scale(q, scale)
     return flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=(w - 1, 0))

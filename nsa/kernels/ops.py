@@ -211,7 +211,6 @@ class Operators:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
     ) -> Pair:
         """As `reference.compressed`."""
-        q, scale = self._scores(q, scale)
         out, _, importance = compressed(q, k, v, l, d, l_sel, scale, self.backend)
         return out, importance
 
@@ -219,7 +218,6 @@ class Operators:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
     ) -> torch.Tensor:  # fmt: skip
         """As `reference.selected`."""
-        q, scale = self._scores(q, scale)
         return selected(q, k, v, chosen, l_sel, min(n_sel, chosen.shape[3]), scale, self.backend)[0]
 
     def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
@@ -228,15 +226,4 @@ class Operators:
 
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
         """As `reference.sliding`."""
-        q, scale = self._scores(q, scale)
         return sliding(q, k, v, min(w, q.shape[1]), scale, self.backend)[0]
-
-    def _scores(self, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-        return (q, scale) if self.backend == "cpu" else positive_scale(q, scale)
-
-
-def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return the same scores by a scale above zero: Triton's kernels and torch's causal ones mask scores before they scale them."""
-    if scale < 0:
-        return -q, -scale
-    return q, scale or 1e-30

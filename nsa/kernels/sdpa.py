@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.kernels import blocks
 from nsa.kernels.blocks import select
-from nsa.kernels.ops import positive_scale
 from nsa.kernels.reference import compressed
 
 __all__ = ["compressed", "dense", "select", "selected", "sliding"]
@@ -60,7 +59,6 @@ def _order(device: torch.device) -> AbstractContextManager[object]:
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Plain causal attention in one fused call, groups as they are. v is filled up to k's width, as flash attention wants it."""
     d_v = v.shape[-1]
-    q, scale = positive_scale(q, scale)
     v = F.pad(v, (0, k.shape[-1] - d_v)) if d_v < k.shape[-1] else v
     if q.dtype not in (torch.float16, torch.bfloat16):  # the fused kernel that takes float32 takes no groups
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -73,7 +71,6 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) ->
 def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
     """As `reference.sliding`, in chunks of ``w`` queries against 2w keys."""
     B, S, H, Dk = q.shape
-    q, scale = positive_scale(q, scale)
     q, k, v = q.transpose(1, 2), _expand_groups(k, H), _expand_groups(v, H)
     if w >= S:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)

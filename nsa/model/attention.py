@@ -5,8 +5,6 @@ Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa.config import ModelConfig
-from nsa.kernels.checks import check_hidden, pack_ends, refuse_padding
+from nsa.kernels.checks import check_hidden, pack_ends
 from nsa.kernels.compression import mean_of_blocks, tokens_of_blocks
 from nsa.kernels.derivatives import has_tangent, is_transformed
 from nsa.kernels.dispatch import attend, attend_densely, check_backend, run_branches, spans, zero_times
@@ -224,23 +222,16 @@ class NSAAttention(nn.Module):
         x: torch.Tensor,
         cache: KVCache | None = None,
         cu_seqlens: torch.Tensor | Sequence[int] | None = None,
-        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [B, S, dim] -> [B, S, dim].
 
         With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled, and for
         tangents of forward mode. With ``cu_seqlens`` (int [n + 1] or a list, B = 1) x are packed sequences, of which none sees
-        another. ``attention_mask`` [B, S], with a cache of its tokens too (1: token, 0: padding), is read on the host: padding
-        behind a sequence changes none of its outputs, and padding before or in one is refused. ValueError for what does not
-        fit.
+        another. ValueError for what does not fit.
         """
         check_hidden(x, self.w_q.in_features)
         if cache is not None and not isinstance(cache, KVCache):
-            raise ValueError(
-                f"cache is {type(cache).__name__}: must be a nsa.KVCache; a padding mask is attention_mask="
-            )
-        if attention_mask is not None:
-            refuse_padding(attention_mask, x.shape[0], x.shape[1] + (0 if cache is None else cache.length))
+            raise ValueError(f"cache is {type(cache).__name__}: must be a nsa.KVCache")
         B, S, _ = x.shape
         start = 0 if cache is None else cache.length
         if cache is not None and torch.is_grad_enabled():
@@ -266,9 +257,8 @@ class NSAAttention(nn.Module):
         v_sel, v_win = v_sel.contiguous(), v_win.contiguous()
         q, k_sel, k_win = (self.rotary.turn(one, table) for one in (q, k_sel, k_win))
         gates = self.gate(flat).unflatten(0, (B, S))
-        with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
-            pairs = KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win)
-            y = self._attend(q, *pairs, gates, positions, start=start, cache=cache, ends=ends)
+        pairs = KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win)
+        y = self._attend(q, *pairs, gates, positions, start=start, cache=cache, ends=ends)
         return self.out(y.reshape(B * S, y.shape[2] * y.shape[3])).unflatten(0, (B, S))
 
     def _attend(
@@ -342,11 +332,9 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(m.n_heads * m.v_head_dim, m.dim, bias=False)
         self.rotary = Rotary(m.head_dim, m.rope_theta)
 
-    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int] | None = None) -> torch.Tensor:
-        """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1] or a list, B = 1) packed sequences."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, dim] -> [B, S, dim]."""
         check_hidden(x, self.w_q.in_features)
-        S = x.shape[1]
-        packed = None if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
         q, k, v = (
             one.unflatten(-1, (one.shape[-1] // width, width))
             for one, width in (
@@ -355,10 +343,6 @@ class DenseAttention(nn.Module):
                 (self.w_v(x), self.v_head_dim),
             )
         )
-        table = self.rotary.table(_positions(S, 0, packed, x.device), q.dtype)
+        table = self.rotary.table(_positions(x.shape[1], 0, None, x.device), q.dtype)
         q, k = self.rotary.turn(q, table), self.rotary.turn(k, table)
-        parts = [
-            attend_densely(q[:, a:b], k[:, a:b], v[:, a:b], q.shape[-1] ** -0.5, self.backend)
-            for a, b in itertools.pairwise(packed or [0, S])
-        ]
-        return self.out(torch.cat(parts, dim=1).flatten(-2))
+        return self.out(attend_densely(q, k, v, q.shape[-1] ** -0.5, self.backend).flatten(-2))

@@ -5,13 +5,11 @@ Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV 
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nsa.kernels import blocks
 from nsa.kernels.blocks import without_autocast
@@ -20,7 +18,6 @@ from nsa.kernels.reference import probabilities, weighted
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 QUERIES = 64  # at once: each gathers its own keys and values
-FEW = 16  # new tokens, up to which a CPU takes one after another: nothing is masked then
 
 
 class _Growing:
@@ -55,9 +52,6 @@ class _Growing:
             with torch.inference_mode(False):  # as in `append`
                 self._buffer = self._buffer.index_select(0, index)
 
-    def __len__(self) -> int:
-        return self._used
-
 
 class KVCache:
     """What one NSA layer keeps of the tokens it has seen; for inference, so without gradients.
@@ -65,6 +59,7 @@ class KVCache:
     The selected branch keeps every token, the window the last w - 1, the compressed branch its blocks and the tokens that no
     whole block covers yet. ``length`` is the number of tokens seen. ``spare``: how many of the last tokens `crop` can take back,
     as speculative decoding needs; they are kept as well. A larger ``spare`` holds for tokens that come after it is set.
+    After an exception in a call, the caches of all layers are of no more use.
     """
 
     def __init__(self, *, spare: int = 0) -> None:
@@ -80,20 +75,6 @@ class KVCache:
         self._ahead = 0
         self._owner: dict[str, Any] = {}  # what the layer of its first call has
         self._sizes = Sizes()
-
-    @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Leave the cache as it was where the body raises."""
-        growing = (*self._compressed, *self._selected)
-        before = self.length, self._room, self._window, self._tail, self._ahead, self._owner
-        used = [len(one) for one in growing]
-        try:
-            yield
-        except BaseException:
-            self.length, self._room, self._window, self._tail, self._ahead, self._owner = before
-            for one, n in zip(growing, used, strict=True):
-                one.shorten(n)
-            raise
 
     @property
     def batch(self) -> int:
@@ -203,7 +184,7 @@ def attend_gated(
     ``listener`` receives the selection, bool [B, T, G, Ns].
     """
     n_blocks = blocks.num_selection(start + q.shape[1], sizes.select_block)
-    if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton" and scale > 0:
+    if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton":
         from nsa.kernels.triton import decoding as on_gpu
         from nsa.kernels.triton.operators import selection_mask
 
@@ -225,8 +206,6 @@ def attend(
 
     ``cmp`` and ``sel`` are (key, value) of all blocks and tokens, ``win`` of the last tokens, as `KVCache` returns them.
     """
-    if q.shape[1] <= FEW and q.device.type == "cpu":
-        return _one_by_one(q, cmp, sel, win, start, sizes, scale, branches)
     l, d, l_sel, n_sel, w = sizes
     total = start + q.shape[1]
     t = torch.arange(start, total, device=q.device)
@@ -258,66 +237,6 @@ def _importance(p: torch.Tensor, n_blocks: int, a: int, r: int) -> torch.Tensor:
     for i in range(a if n_cmp else 0):
         mass[..., i : i + n_cmp] += p[..., : strides - i]
     return mass.unflatten(-1, (n_blocks, r)).sum(-1)
-
-
-def _one_by_one(
-    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
-    branches: tuple[Branch, ...],
-) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """Return `attend`, each token with what it sees of the cache."""
-    l, d, l_sel, _, w = sizes
-    total = start + q.shape[1]
-    found: list[dict[Branch, torch.Tensor]] = []
-    selections: list[torch.Tensor] = []
-    for i, t in enumerate(range(start, total)):
-        end = win[0].shape[1] - (total - t - 1)
-        seen_cmp = cmp.between(0, blocks.num_compressed(t + 1, l, d))
-        seen_sel, seen_win = sel.between(0, t + 1), win.between(max(0, end - w), end)
-        out, chosen = _attend_one(q[:, i : i + 1], seen_cmp, seen_sel, seen_win, t, sizes, scale, branches)
-        found.append(out)
-        if chosen is not None:
-            selections.append(F.pad(chosen, (0, blocks.num_selection(total, l_sel) - chosen.shape[3])))
-    joined = {branch: torch.cat([out[branch] for out in found], 1) for branch in branches}
-    return joined, torch.cat(selections, 1) if selections else None
-
-
-def _attend_one(
-    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
-    branches: tuple[Branch, ...],
-) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """Return `attend` for one token on a CPU: all that the cache gave is visible to it, so nothing is masked."""
-    l, d, l_sel, n_sel, _ = sizes
-    B, _, H, Dk = q.shape
-    G, total = sel[0].shape[2], start + 1
-    grouped = q.reshape(B, G, H // G, Dk).to(blocks.wide(q.dtype))
-
-    def attention(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, 1, H, Dv] and probabilities [B, G, h, N], of keys [B, G, N, Dk] and values likewise."""
-        p = (grouped @ k.to(grouped.dtype).transpose(-1, -2)).mul_(scale).softmax(-1)
-        return (p @ v.to(grouped.dtype)).reshape(B, 1, H, -1).to(v.dtype), p
-
-    out: dict[Branch, torch.Tensor] = {}
-    chosen = None
-    with torch.autocast("cpu", enabled=False):
-        if "cmp" in branches or "sel" in branches:
-            out["cmp"], p = attention(cmp[0].transpose(1, 2), cmp[1].transpose(1, 2))
-        if "sel" in branches:
-            importance = _importance(p.sum(2), blocks.num_selection(total, l_sel), l // d, l_sel // d)
-            chosen = blocks.select(importance[:, None], l_sel, n_sel, first=start)
-            picks = chosen.nonzero()[:, 3].view(B, G, -1, 1)  # as many for each
-            tokens = (picks * l_sel + torch.arange(l_sel, device=q.device)).flatten(2)
-            # What lies behind the token itself is at the end, in its own block.
-            tokens = tokens[..., : tokens.shape[2] - (chosen.shape[3] * l_sel - total)]
-            rows = tokens * G + torch.arange(G, device=q.device)[:, None]
-            keys, values = (
-                torch.stack([one.flatten(0, 1).index_select(0, at.flatten()) for one, at in zip(x, rows, strict=True)])
-                for x in sel
-            )
-            keys, values = keys.unflatten(1, (G, -1)), values.unflatten(1, (G, -1))
-            out["sel"], _ = attention(keys, values)
-        if "win" in branches:
-            out["win"], _ = attention(win[0].transpose(1, 2), win[1].transpose(1, 2))
-    return {branch: out[branch] for branch in branches}, chosen
 
 
 def _selected(

@@ -52,12 +52,9 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(m.dim, m.norm_eps)
         self.mlp = MLP(m.dim, m.mlp_hidden)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         # Only what is there is handed on: DenseAttention, for example, has neither.
-        given = {"cu_seqlens": cu_seqlens, "cache": cache}
-        x = x + self.attn(self.norm1(x), **{name: value for name, value in given.items() if value is not None})
+        x = x + (self.attn(self.norm1(x)) if cache is None else self.attn(self.norm1(x), cache))
         return x + self.mlp(self.norm2(x))
 
 
@@ -99,12 +96,10 @@ class NSATransformer(nn.Module):
         self,
         tokens: torch.Tensor,
         caches: Sequence[KVCache] | None = None,
-        cu_seqlens: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """With ``caches``, one per layer, tokens are those after what the caches have seen; for inference.
 
-        With ``cu_seqlens`` (int32 [n + 1], B = 1) tokens are packed documents, of which none sees another.
         With ``targets`` (int64 [B, S]) return their mean cross-entropy in nats, float32 [].
         """
         x = self.embed(tokens)
@@ -117,19 +112,19 @@ class NSATransformer(nn.Module):
                 raise ValueError(
                     "caches has the same KVCache twice: each layer needs its own, as in [KVCache() for _ in model.blocks]"
                 )
-            with contextlib.ExitStack() as stack:
-                for cache in caches:
-                    stack.enter_context(cache.all_or_nothing())
-                for block, cache in zip(self.blocks, caches, strict=True):
-                    x = block(x, cu_seqlens, cache)
-                return self.head(self.norm(x), targets)
-        packed = () if cu_seqlens is None else (cu_seqlens,)
+            if len({cache.length for cache in caches}) > 1:
+                raise ValueError(
+                    "caches: some have seen more tokens than others, as after a call that failed; make new ones"
+                )
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, cache)
+            return self.head(self.norm(x), targets)
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
         for index, block in enumerate(self.blocks):
             if recompute is not None and index in recompute:
-                x = run_block(block, x, *packed, recompute=recompute)
+                x = run_block(block, x, recompute=recompute)
             else:
-                x = block(x, *packed)
+                x = block(x)
         return self.head(self.norm(x), targets)
 
 

@@ -122,20 +122,6 @@ def note_kept_gradients(root: torch.nn.Module) -> None:
         state.kept_views = root.gradient_as_bucket_view and first is not None and first.grad is not None
 
 
-def ddp_numbers(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return DDP's own figures: bucket sizes in bytes, and the nanoseconds of computing and reducing in its last backward.
-
-    To be called between steps: in a stalled backward, DDP would wait for the reducer and hold the GIL.
-    """
-    logged = ddp._get_ddp_logging_data()
-    sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
-    names = ("backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
-    return {
-        "bucket_sizes": [int(size) for size in str(sizes).split(",") if size.strip().isdigit()],
-        **{name: logged[name] for name in names if name in logged},
-    }
-
-
 class BucketTrace:
     """Logs ``[DDP] rank=0 bucket_elems=1048576 dtype=torch.float32`` for each bucket."""
 

@@ -53,23 +53,10 @@ class _Watch(TorchDispatchMode):
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operator writes into, by its schema."""
-    # The schema does not show that batch normalisation in training writes its running statistics.
-    normalises = "batch_norm" in func._schema.name and "backward" not in func._schema.name
     for index, argument in enumerate(func._schema.arguments):
-        is_statistic = normalises and argument.name in ("running_mean", "running_var")
-        if not is_statistic and (argument.alias_info is None or not argument.alias_info.is_write):
-            continue
-        if is_statistic and not _trains(func, args, kwargs):
-            continue
-        value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _trains(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a batch normalisation uses, and updates, the statistics of its batch."""
-    names = [argument.name for argument in func._schema.arguments]
-    place = next((names.index(name) for name in ("training", "train") if name in names), -1)
-    return place < 0 or bool(kwargs.get(names[place], args[place] if place < len(args) else True))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

@@ -7,7 +7,6 @@ as torch then leaves its fast path, and torch.compile warns about them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -28,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.calls.compiled import outside_graphs
-from nsa.trace.ddp_buckets import ddp_models_in, ddp_numbers, ensure_hook, give_way_to_user_hooks, note_kept_gradients
+from nsa.trace.ddp_buckets import ddp_models_in, ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.divergence.models import count_joins, remember_wrapper
 from nsa.trace.divergence.training_state import watch_loads
@@ -103,16 +102,14 @@ class Observer:
 
     ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` with a new model's names, ``on_model(kind,
     needs_every_gradient)`` with how it is shared (ddp, fsdp or none) and whether that needs a gradient of each parameter,
-    ``on_ddp(step, numbers)`` with DDP's own numbers at some steps, ``on_anomaly(kind, step, **facts)`` at an unusual
-    step: "forward_failed", "no_backward", "not_synchronised", "not_finite"; ``on_wrap(line, ranks, parameters)`` as DDP wraps a
-    model.
+    ``on_anomaly(kind, step, **facts)`` at an unusual step: "forward_failed", "no_backward", "not_synchronised", "not_finite";
+    ``on_wrap(line, ranks, parameters)`` as DDP wraps a model.
     """
 
     on_anomaly: Callable[..., None]
     on_change: Callable[[], None]
     on_names: Callable[[list[str], list[str]], None]
     on_model: Callable[[str, bool], None]
-    on_ddp: Callable[[int, dict[str, Any]], None]
     on_wrap: OnWrap
 
     def __init__(self, board: Board) -> None:
@@ -125,7 +122,7 @@ class Observer:
 
     def forget(self) -> None:
         """Clear what is kept per model before the next test or training in this process."""
-        self.on_change = self.on_model = self.on_names = self.on_anomaly = self.on_ddp = self.on_wrap = _ignore
+        self.on_change = self.on_model = self.on_names = self.on_anomaly = self.on_wrap = _ignore
         self.checksums: Checksums | None = None
         self._known.clear()
         self._calls.clear()
@@ -298,21 +295,12 @@ class Observer:
             if module.training and torch.is_grad_enabled():
                 if self._forward != "done" or module in self._first:  # else the next part of a model
                     self._end_step()
-                    self._read_ddp(module)
                     self.board.add("step")
                     self._first = WeakSet([module])
                 self._forward = "running"
             self.board.begin_forward()
             self._nodes.begin()
             self._phase("forward")
-
-    def _read_ddp(self, root: nn.Module) -> None:
-        step = self.board.count("step")
-        if step & (step - 1) or step < 4:  # at steps 4, 8, 16, ...
-            return
-        for shared in ddp_models_in(root)[:1]:
-            with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                self.on_ddp(step, ddp_numbers(shared))
 
     def _failed(self, error: BaseException, name: str) -> None:
         if id(error) != self._failure[0]:

@@ -239,7 +239,6 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
 
     observer.on_anomaly = saw_anomaly
     observer.on_wrap = saw_wrap
-    observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
     report_gradients(saw_gradients)
     observer.on_names = lambda names, modules: record(folder, event="parameters", names=names, modules=modules)

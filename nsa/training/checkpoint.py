@@ -2,13 +2,14 @@
 
 ``checkpoints/step_00000003/`` is written as ``step_00000003.partial``, renamed when it is complete, and then named in ``latest``:
 a rank that is killed at any moment leaves a complete checkpoint. Its ``checkpoint.json`` lists the content, with the size
-and CRC-32 of each file and of itself. It can be loaded with another number of ranks, and another way to share the model.
+and CRC-32 of each file. It can be loaded with another number of ranks, and another way to share the model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import pickle
 import shutil
 import warnings
@@ -21,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from nsa.config import Config, ConfigError, model_config
 from nsa.data.packing import Position
@@ -34,11 +35,9 @@ from nsa.training.saved import (
     Description,
     as_json,
     describe,
-    is_finite,
     refuse_another_model,
     refuse_damaged,
     saved_in,
-    seal,
     size_and_crc,
 )
 
@@ -57,10 +56,8 @@ class Checkpointer:
             for left in folder.glob(".latest.*.partial"):  # of a process that was killed while it wrote
                 left.unlink(missing_ok=True)
 
-    def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, finite: bool = True
-    ) -> Path:
-        """Write the state after ``step``, and return where. ``finite``: whether the step's figures were.
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> Path:
+        """Write the state after ``step``, and return where.
 
         Raises ConfigError on all ranks where one cannot write; the checkpoints before it are unchanged then.
         """
@@ -71,7 +68,7 @@ class Checkpointer:
         _ignore_single_process_warning()
         description = Description(
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
-            self._data, as_json(self.config), torch.__version__, {}, finite,
+            self._data, as_json(self.config), torch.__version__, {},
         )  # fmt: skip
         outcome = [""]
         try:
@@ -93,7 +90,8 @@ class Checkpointer:
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
-        write_atomically(partial / DESCRIPTION, seal({"schema": SCHEMA, **described}), synced=True)
+        text = json.dumps({"schema": SCHEMA, **described}, indent=1) + "\n"
+        write_atomically(partial / DESCRIPTION, text, synced=True)
         # A run that was resumed from an earlier step reaches this one again. Deleting the older one takes time: it is last.
         replaced = _set_aside(target) if target.exists() else None
         partial.rename(target)
@@ -102,11 +100,9 @@ class Checkpointer:
             shutil.rmtree(replaced, ignore_errors=True)
         # Checkpoints of later steps are another run's, or will be written again.
         saved = [path for path in saved_in(self.folder) if path <= target]
-        last_finite = next((path for path in reversed(saved) if is_finite(path)), None)
         for old in saved[: -self.config.checkpoint.keep]:
-            if old != last_finite:
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(_set_aside(old), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(_set_aside(old), ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:
@@ -164,20 +160,13 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
     ways = [{way: group.get(way) for way in ("fused", "foreach", "capturable")} for group in moments["param_groups"]]
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     saved = _metadata(path).state_dict_metadata
-    has_moments = any(name.startswith("optimizer.state.") for name in saved)
-    if not has_moments:  # no update was made before the checkpoint: drop the state that `get_state_dict` has made
-        del state["optimizer"]
-        optimizer.state.clear()
     random = {name: value for name, value in _random_state(rank).items() if f"random.{name}" in saved}
     if random:  # ranks that did not exist when it was saved have none
         state["random"] = random
     read(path, state)
-    if has_moments:
-        for group, way in zip(state["optimizer"]["param_groups"], ways, strict=True):
-            group.update(way)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    else:
-        set_model_state_dict(model, state["model"])
+    for group, way in zip(state["optimizer"]["param_groups"], ways, strict=True):
+        group.update(way)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     _restore_random_state(rank, state.get("random", {}))
 
 

@@ -7,19 +7,14 @@ from pathlib import Path
 
 from nsa.config import Config
 from nsa.trace.strict_json import to_json
-from nsa.training.flops import peak_flops
-from nsa.training.parallel import RankInfo
 from nsa.training.trainer import StepResult
 
 
 class Metrics:
     """The metrics of a run, on rank 0. Every line is flushed, so that a killed run loses at most its current line."""
 
-    def __init__(self, folder: Path, config: Config, ranks: RankInfo, flops_per_token: float) -> None:
+    def __init__(self, folder: Path, config: Config) -> None:
         self.config = config
-        self._flops = flops_per_token
-        peak = peak_flops(ranks.device)
-        self._peak = None if peak is None else peak * ranks.world_size
         path = folder / "metrics.jsonl"
         self._file = path.open("a+", encoding="utf-8", buffering=1)
         self._file.seek(max(0, self._file.tell() - 1))
@@ -29,10 +24,9 @@ class Metrics:
     def add(self, result: StepResult) -> str:
         """Write a step; return the line for the terminal."""
         rate = result.tokens / max(result.seconds, 1e-9)
-        mfu = None if self._peak is None else rate * self._flops / self._peak
         fields = {
-            "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "skipped": result.skipped, "lr": result.lr,
-            "tokens": result.tokens, "tokens_per_s": rate, "mfu": mfu, "peak_mib": result.peak_mib, "gates": result.gates,
+            "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
+            "tokens": result.tokens, "tokens_per_s": rate, "peak_mib": result.peak_mib, "gates": result.gates,
             "time": time.time(),
         }  # fmt: skip
         held_out = result.validation_loss
@@ -42,7 +36,7 @@ class Metrics:
         gates = " ".join(f"{name} {mean:.2f}" for name, mean in result.gates.items())
         line = (
             f"step {result.step}/{self.config.train.steps} loss {result.loss:.4f} lr {result.lr:.2e} "
-            f"tokens/s {rate:.0f} {'' if mfu is None else f'MFU {100 * mfu:.1f}% '}peak {result.peak_mib:.0f} MiB "
+            f"tokens/s {rate:.0f} peak {result.peak_mib:.0f} MiB "
             f"{f'gates {gates} ' if gates else ''}{'' if held_out is None else f'validation {held_out:.4f}'}"
         )
         return line.rstrip()

@@ -90,7 +90,7 @@ def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, b
     if options.mode == "ddp":
         return wrap_ddp(module, options, device)
     if options.mode == "fsdp":
-        return wrap_fsdp(module, options, device, bf16=bf16)
+        return wrap_fsdp(module, device, bf16=bf16)
     if options.mode == "average":
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
@@ -125,7 +125,7 @@ def accumulating(model: nn.Module, options: ParallelConfig, *, last: bool) -> Ab
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(last)
         return nullcontext()
-    no_sync = getattr(model, "no_sync", None)  # DDP and FSDP1
+    no_sync = getattr(model, "no_sync", None)  # of DDP
     return nullcontext() if last or no_sync is None else no_sync()
 
 
@@ -172,15 +172,13 @@ def has_fsdp2(device: torch.device) -> bool:
     return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
 
 
-def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
-    """Shard ``model``: each block a unit, and the rest one. FSDP2 in place, FSDP1 as a wrapper on request."""
-    if options.fsdp_version == 1:
-        return _wrap_fsdp1(model, device, bf16)
+def wrap_fsdp(model: nn.Module, device: torch.device, *, bf16: bool) -> nn.Module:
+    """Shard ``model`` in place: each block a unit, and the rest one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not has_fsdp2(device):
-        raise ConfigError(f"FSDP2 of torch {torch.__version__} does not run on CPU; set parallel.fsdp_version: 1")
+        raise ConfigError(f"FSDP2 of torch {torch.__version__} does not run on CPU; use --parallel ddp")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     settings: dict[str, Any] = {"mesh": mesh}
     if bf16:
@@ -189,17 +187,3 @@ def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     return model
-
-
-def _wrap_fsdp1(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    blocks = getattr(model, "blocks", [])
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}) if len(blocks) else None,
-        mixed_precision=MixedPrecision(**FSDP_BF16) if bf16 else None,
-        device_id=device if device.type == "cuda" else torch.device("cpu"),
-        use_orig_params=True,
-    )

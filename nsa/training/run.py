@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 
@@ -26,9 +27,8 @@ from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
 from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.metrics import Metrics
-from nsa.training.pace import Pace
 from nsa.training.parallel import RankInfo, file_mark
-from nsa.training.saved import describe, newest_finite
+from nsa.training.saved import describe, saved_in
 from nsa.training.trainer import StepResult, Trainer
 
 DONE, PREEMPTED = 0, 75  # 75: EX_TEMPFAIL of sysexits.h; the run continues if it is started again
@@ -75,14 +75,13 @@ class Run:
             self.trainer.steps_done = describe(resumed).step
             self.log(f"resumed from {resumed} after step {self.trainer.steps_done}")
         self._held_out = [] if validation is None else held_out(validation, config, ranks)
-        self.metrics = Metrics(folder, config, ranks, self.trainer.flops_per_token) if ranks.rank == 0 else None
+        self.metrics = Metrics(folder, config) if ranks.rank == 0 else None
         self.checkpoints = Checkpointer(folder / "checkpoints", config, ranks.rank, ranks.world_size)
         self.watchdog = Watchdog(
             folder, ranks.rank, config.train.watchdog_s, self.traces.board, self.traces.parameters_missing,
             file_mark(config.parallel.mode),
         )  # fmt: skip
         self.bad_rows = 0
-        self._skips = 0  # how many of the latest steps in a row were skipped
         self._must_stop = False
 
     def log(self, line: str) -> None:
@@ -107,7 +106,6 @@ class Run:
 
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
-        self._pace = Pace(self.trainer.steps_done, train.steps)
         began = time.monotonic()
         first = True
         if train.compile != "none" or self.ranks.device.type == "cuda":
@@ -129,7 +127,7 @@ class Run:
             stop = reads and self._report(validates=validates)
             if due or stop:
                 state = self.trainer.model, self.trainer.optimizer, batches[-1].position
-                saved = self.checkpoints.save(step, *state, finite=self._skips == 0)
+                saved = self.checkpoints.save(step, *state)
                 self.log(f"saved {saved}")
             if due:
                 self.trainer.start_clock()
@@ -150,36 +148,21 @@ class Run:
             results[-1] = replace(results[-1], validation_loss=self.trainer.evaluate(self._held_out))
             self.trainer.start_clock()
         if self.metrics is not None:
-            for result in results:
-                line = self.metrics.add(result)
-                if self._pace.is_due(result.step):
-                    self.log(f"{line}{self._pace.left(result.step)}")
+            lines = [self.metrics.add(result) for result in results]
+            self.log(lines[-1])
         for result in results:
-            self._skips = self._skips + 1 if result.skipped else 0
-            if result.skipped:
-                self._note_skip(result)
+            if not result.is_finite:
+                self._refuse_odd(result)
         return any(result.stops for result in results)
 
-    def _note_skip(self, result: StepResult) -> None:
-        """Report a step without an update, or raise NotFiniteError."""
-        train, what = self.config.train, f"the loss is {result.loss}"
+    def _refuse_odd(self, result: StepResult) -> NoReturn:
+        """Raise NotFiniteError for a step, with the newest checkpoint before it."""
+        what = f"the loss is {result.loss}"
         if math.isfinite(result.loss):
             what = f"the loss is {result.loss:.4f}, but the norm of its gradients is {result.grad_norm}"
-        if train.nonfinite == "skip" and self._skips <= train.max_skips:
-            self.log(
-                f"warning: step {result.step}: {what}; the step is skipped ({self._skips} in a row of {train.max_skips} allowed)"
-            )
-            return
-        saved = newest_finite(self.checkpoints.folder, result.step)
-        again = f"go on from {saved} (--resume)" if saved else "no checkpoint is before it: start again"
-        if train.nonfinite == "stop":
-            raise NotFiniteError(
-                f"step {result.step}: {what}; {again} with a lower train.lr or other data, or set train.nonfinite: skip"
-            )
-        raise NotFiniteError(
-            f"step {result.step}: {what}; skip {self._skips} in a row, and train.max_skips={train.max_skips}: {again} with a "
-            "lower train.lr or other data"
-        )
+        before = [path for path in saved_in(self.checkpoints.folder) if describe(path).step < result.step]
+        again = f"go on from {before[-1]} (--resume)" if before else "no checkpoint is before it: start again"
+        raise NotFiniteError(f"step {result.step}: {what}; {again} with a lower train.lr or other data")
 
     def _note_bad_rows(self, count: int) -> None:
         if count > self.bad_rows:

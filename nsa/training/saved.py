@@ -15,9 +15,8 @@ from typing import Any
 from nsa.config import Config, ConfigError, shown
 from nsa.data.packing import Position
 from nsa.data.sources import identity
-from nsa.trace.strict_json import to_json
 
-SCHEMA = 2
+SCHEMA = 3
 DESCRIPTION = "checkpoint.json"
 _CHUNK = 1 << 24  # bytes
 
@@ -29,7 +28,7 @@ def is_name(name: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """The content of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name; ``finite``: of the step's loss and gradients."""
+    """The content of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name."""
 
     step: int
     position: Position
@@ -40,7 +39,6 @@ class Description:
     train: dict[str, Any]
     torch: str
     files: dict[str, tuple[int, int]]
-    finite: bool
 
 
 def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
@@ -102,21 +100,10 @@ def damage(path: Path) -> str:
     return ""
 
 
-def seal(fields: dict[str, Any]) -> str:
-    """Return a description as the text of its file, with the CRC-32 of its fields. ``fields``: as `json.loads` returns them."""
-    return to_json({**fields, "crc": _compute_crc(fields)}, indent=1) + "\n"
-
-
-def _compute_crc(fields: dict[str, Any]) -> int:
-    return zlib.crc32(to_json(fields).encode())
-
-
 def describe(path: Path) -> Description:
     """Return the description of a checkpoint. Raises ConfigError for a folder that is no checkpoint, or a damaged description."""
     try:
         fields = json.loads((path / DESCRIPTION).read_bytes())
-        crc = fields.pop("crc", None)
-        undamaged = crc == _compute_crc(fields)
         if fields.pop("schema") != SCHEMA:
             raise ValueError
         files = {name: (int(size), int(crc)) for name, (size, crc) in fields.pop("files").items()}
@@ -128,25 +115,10 @@ def describe(path: Path) -> Description:
         newest = next(reversed(saved_in(path.parent)), None) if path.name == "latest" else None
         advice = f"give a checkpoint, as {newest}" if newest else "give a step_* folder that --save-every wrote"
         raise ConfigError(f"checkpoint {str(path)!r}: is not a checkpoint of this program; {advice}") from None
-    if not undamaged:
-        raise ConfigError(f"checkpoint {str(path)!r}: {DESCRIPTION} is damaged (its CRC is another one)")
     numbered = re.fullmatch(r"step_(\d+)", path.name)
     if numbered and int(numbered[1]) != described.step:
         raise ConfigError(f"checkpoint {str(path)!r}: {DESCRIPTION} is of step {described.step}")
     return described
-
-
-def is_finite(path: Path) -> bool:
-    """Return whether a path is a checkpoint of a step with finite loss and gradients. Reads only checkpoint.json."""
-    try:
-        return describe(path).finite
-    except ConfigError:
-        return False
-
-
-def newest_finite(folder: Path, before: int) -> Path | None:
-    """Return the newest checkpoint in ``folder`` of a step below ``before`` with finite loss and gradients; None without one."""
-    return next((path for path in reversed(saved_in(folder)) if is_finite(path) and describe(path).step < before), None)
 
 
 def refuse_other_data(path: Path, config: Config) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nsa.kernels.dispatch import counters
@@ -94,8 +93,8 @@ class SelectionStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [(plain_name(n), m) for n, m in model.named_modules() if isinstance(m, NSAAttention)]
-        # Of each layer: queries, picks of a first block, and picks by distance in blocks, int64 [the longest sequence's blocks].
-        self._seen: dict[str, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        # Of each layer: queries, picks of a first block, and picks by distance in blocks, int64 [blocks].
+        self._seen: dict[str, tuple[int, Any, Any]] = {}
 
     def listen(self, on: bool) -> None:
         """Gather statistics of the forwards from now on, or stop."""
@@ -105,18 +104,15 @@ class SelectionStatistics:
             layer.selection_listener = self._saw(name, layer.sizes.select_block) if on else None
 
     def _saw(self, name: str, l_sel: int) -> Callable[[torch.Tensor], None]:
-        # Called for each micro-batch, and for each sequence of a pack. A recomputation counts all of them once more, which changes
-        # no mean.
+        # Called for each micro-batch. A recomputation counts it once more, which changes no mean.
         def gather(chosen: torch.Tensor) -> None:
             S, n_blocks = chosen.shape[1], chosen.shape[3]
             own = (torch.arange(S, device=chosen.device) // l_sel)[:, None, None]
             distance = (own - torch.arange(n_blocks, device=chosen.device)).clamp(min=0).expand(chosen.shape[1:])
             picks = chosen.sum(0)
             found = picks.new_zeros(n_blocks).index_add(0, distance.flatten(), picks.flatten())
-            queries, first, before = self._seen.get(name, (0, found.new_zeros(()), found[:0]))
-            longer = max(n_blocks, len(before))
-            total = F.pad(before, (0, longer - len(before))) + F.pad(found, (0, longer - n_blocks))
-            self._seen[name] = queries + chosen[..., 0].numel(), first + picks[..., 0].sum(), total
+            queries, first, before = self._seen.get(name, (0, 0, 0))
+            self._seen[name] = queries + chosen[..., 0].numel(), first + picks[..., 0].sum(), before + found
 
         return gather
 
@@ -126,9 +122,6 @@ class SelectionStatistics:
 
     def write(self, path: Path, step: int) -> None:
         """Append the gathered rows to ``k_stats.csv``."""
-        header = ",".join(SELECTION_FIELDS)
-        if path.exists() and path.read_text(encoding="utf-8").partition("\n")[0].strip() != header:
-            path.rename(path.with_suffix(".old.csv"))  # of a version with other columns
         new = not path.exists()
         with path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, SELECTION_FIELDS)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,8 +22,6 @@ from nsa.trace import logger, memory
 from nsa.trace.ddp_buckets import BucketTrace
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
-from nsa.trace.names import plain_name
-from nsa.training.flops import flops_per_token
 from nsa.training.parallel import RankInfo, accumulating, average_gradients, describe_dtypes, file_mark, share
 from nsa.training.statistics import GateStatistics, SelectionStatistics, write_dtypes, write_fallbacks
 
@@ -34,8 +31,7 @@ class StepResult:
     """The result of a step. ``loss`` is the mean over ranks, in nats per token; ``tokens`` counts all ranks.
 
     ``grad_norm``: L2 norm of the averaged gradients before they are clipped.
-    ``validation_loss``: the held-out loss after the step, where it was evaluated. ``skipped``: loss or norm is NaN or
-    infinite, and the optimizer made no update. ``stops``: a rank wants to stop after the step.
+    ``validation_loss``: the held-out loss after the step, where it was evaluated. ``stops``: a rank wants to stop after the step.
     ``seconds`` include the wait for data, and are the mean if several steps were read at once.
     """
 
@@ -45,11 +41,15 @@ class StepResult:
     tokens: int
     seconds: float
     peak_mib: float
-    grad_norm: float = math.nan
-    skipped: bool = False
+    grad_norm: float = 0.0
     validation_loss: float | None = None
     gates: dict[str, float] = field(default_factory=dict)
     stops: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,8 @@ class Trainer:
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
         if config.train.compile == "blocks":
-            # Attention would be compiled again for each number of documents in a pack, and a recomputation may take another graph
-            # than its forward, which torch refuses.
             for block in getattr(self.module, "blocks", ()):
-                (getattr(block, "mlp", block) if config.data.boundaries else block).compile()
-        # Collected by name, before the model is sharded: FSDP1 flattens the parameters.
-        matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
-        self.flops_per_token = flops_per_token(self.module, config.model, config.train.seq_len)
+                block.compile()
         bf16 = config.train.dtype == "bf16"
         self.model = share(self.module, config.parallel, ranks.device, bf16=bf16)
         # FSDP has replaced the parameters, so hooks are registered after it.
@@ -96,18 +91,15 @@ class Trainer:
         self.buckets = BucketTrace(ranks.rank) if config.trace.ddp_buckets else None
         if self.buckets and isinstance(self.model, DistributedDataParallel):
             self.buckets.attach(self.model)
-        named = [(plain_name(name), p) for name, p in self.module.named_parameters()]
-        decayed = [p for name, p in named if name in matrices]
-        plain = [p for name, p in named if name not in matrices]
+        parameters = [*self.module.parameters()]
         groups = [
-            {"params": decayed, "weight_decay": config.train.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.train.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         # On a GPU one kernel updates many parameters; a CPU keeps the order of sums that its checkpoints were made with.
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95), fused=on_gpu or None)
         self._update = self.optimizer.step
-        self._updates_on_device = on_gpu
         self._update_is_compiled = config.train.compile == "step" and not on_gpu
         if config.train.compile == "step":
             self._compile()
@@ -133,7 +125,7 @@ class Trainer:
         """Train on ``batches``, one per micro-step; gradients are averaged over all. `read` returns the results later.
 
         Does not wait for the device, except in steps with statistics. ``stops``: this rank wants to stop, which all ranks read
-        with the result. If the loss or the gradients' norm is not finite on any rank, no rank makes an update.
+        with the result.
         """
         number = self.steps_done + 1
         every = self.config.trace.stats_every
@@ -163,7 +155,7 @@ class Trainer:
         self._after_backward(number)
         figures[1] = self._clip()
         self.sum_over_ranks(figures)
-        self._optimize(lr, figures[:2].isfinite().all())
+        self._optimize(lr)
         self.steps_done = number
         self._write_statistics(number, wants_statistics)
         tokens = sum(b.tokens.shape[0] * (b.tokens.shape[1] - 1) for b in batches) * self.ranks.world_size
@@ -177,7 +169,7 @@ class Trainer:
         results = [
             StepResult(
                 step=unread.step, loss=loss / n, lr=unread.lr, tokens=unread.tokens, seconds=seconds, peak_mib=peak,
-                grad_norm=math.sqrt(square), skipped=not (math.isfinite(loss) and math.isfinite(square)), gates=gates,
+                grad_norm=math.sqrt(square), gates=gates,
                 stops=stopping > 0,
             )
             for unread, (loss, square, stopping) in zip(self._unread, found, strict=True)
@@ -194,14 +186,11 @@ class Trainer:
         """Return the mean cross-entropy, in nats, of the targets tokens[:, 1:], given the inputs tokens[:, :-1]."""
         tokens = batch.tokens.to(self.ranks.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        packed = {}
-        if self.config.data.boundaries:
-            inputs, packed = inputs.reshape(1, -1), {"cu_seqlens": batch.cu_seqlens}
         if self.steps_done == 0 and self.ranks.rank == 0:
             logger.info("[debug] step 1: input shape %s, seq_len %d", inputs.shape, targets.shape[1])
         bf16 = self.config.train.dtype == "bf16" and self.config.parallel.mode != "fsdp"
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=bf16):
-            loss: torch.Tensor = self.model(inputs, targets=targets, **packed)
+            loss: torch.Tensor = self.model(inputs, targets=targets)
         return loss
 
     def evaluate(self, batches: list[Batch]) -> float:
@@ -249,28 +238,20 @@ class Trainer:
         if self._update_is_compiled:
             self._update = torch.compile(self.optimizer.step)
 
-    def _optimize(self, lr: float, is_finite: torch.Tensor) -> None:
+    def _optimize(self, lr: float) -> None:
         # A compiled update takes the rate as a tensor: for a number it would be compiled again at each change.
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr.fill_(lr) if self._update_is_compiled else lr
-        # torch's fused kernels read this, as GradScaler sets it: nothing waits for the device.
-        if self._updates_on_device:
-            self.optimizer.found_inf = is_finite.logical_not().float()
-            self._update()
-        elif is_finite:
-            self._update()
+        self._update()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def _clip(self) -> torch.Tensor:
         """Clip the gradients; return this rank's part of the squared norm before. The parts of all ranks sum up to it."""
         limit = self.config.train.grad_clip or math.inf  # with inf, gradients are multiplied by 1
-        if isinstance(self.model, FullyShardedDataParallel):
-            norm = self.model.clip_grad_norm_(limit)
-        else:
-            norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         is_of_share = False
-        if isinstance(norm, DTensor):  # FSDP2; whether reduced over the ranks or not, by the version of torch
+        if isinstance(norm, DTensor):  # under FSDP; whether reduced over the ranks or not, by the version of torch
             is_of_share = norm.placements[0].is_partial()
             norm = norm.to_local()
         return norm.square() if is_of_share else norm.square() / self.ranks.world_size

@@ -110,22 +110,6 @@ def native_fact(rank: RankEvidence) -> Fact | None:
     return Fact(rank=rank.rank, kind="native_stack", file=f"rank{rank.rank}/native.txt", text=rank.native_symbol)
 
 
-def ddp_fact(rank: RankEvidence) -> Fact | None:
-    """Return DDP's own numbers for an earlier step: its buckets, and the time of a backward."""
-    n = rank.ddp
-    if not n.get("bucket_sizes"):
-        return None
-    sizes = ", ".join(f"{size / 1e6:.3g}" for size in n["bucket_sizes"][:8])
-    compute, reduce, hidden = (
-        n.get(f"backward_{what}_time", 0) / 1e6 for what in ("compute", "comm", "compute_comm_overlap")
-    )
-    text = (
-        f"DDP before step {n['step']}: {len(n['bucket_sizes'])} buckets ({sizes} MB); a backward took {compute:.1f} ms, "
-        f"its reductions {reduce:.1f} ms, {hidden:.1f} ms of them overlapped"
-    )
-    return Fact(rank=rank.rank, kind="ddp", file=f"rank{rank.rank}/events.jsonl", text=text)
-
-
 def in_backward(evidence: Evidence, ranks: Sequence[int]) -> RankEvidence | None:
     """Return the first of ``ranks`` (of all ranks where it is empty) that did not leave its last backward; None where
     all did.
@@ -207,7 +191,7 @@ def few(names: Iterable[str]) -> str:
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
     """Return every rank's location, which every verdict on a stall cites."""
-    kinds = stack_fact, counters_fact, kept_errors_fact, board_fact, missing_fact, process_fact, native_fact, ddp_fact
+    kinds = stack_fact, counters_fact, kept_errors_fact, board_fact, missing_fact, process_fact, native_fact
     return tuple(fact for rank in ranks for kind in kinds if (fact := _made(kind, rank)) is not None)
 
 

@@ -224,7 +224,7 @@ def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]]) 
         threads=(ThreadStack(values.stack, is_main=True),) if values.stack else (), fatal=(), children_threads=(),
         native_symbol="", native_absent="", abort_message="", reports=(), heartbeats=(), notes=(), warnings=(), left_running=(),
         left_threads=(), quit_debugger=False, pytest_exit={}, gone=0.0, anomalies=(), modules=(),
-        checksums=Path("/nonexistent"), parallel=None, ddp={}, groups=groups, numbers={}, folder=Path("/nonexistent"),
+        checksums=Path("/nonexistent"), parallel=None, groups=groups, numbers={}, folder=Path("/nonexistent"),
         sources=Sources(),
     )  # fmt: skip
 

@@ -218,7 +218,6 @@ def _read_rank(
         modules=_path(board, parameters.get("modules", ())),
         checksums=folder / "checksums.jsonl",
         parallel=_last(of["parallel"]).get("kind"),
-        ddp=_last(of["ddp"]),
         groups={e["name"]: members_of(e["ranks"], job.world_size) for e in of["group"]},
         numbers={world_of(e["name"]): e["number"] for e in of["group"] if "number" in e},
         folder=folder,

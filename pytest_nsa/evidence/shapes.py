@@ -151,7 +151,6 @@ EVENTS: dict[str, dict[str, Check]] = {
     "wrapped": {"where": is_text, "ranks": _ranks, "parameters": _list_of(is_text)},
     "gradients_ready": {"step": _int, "order": _int},
     "anomaly": {"kind": is_text, "step": _int},
-    "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},
     "key_set": {"key": is_text, "where": is_text, "number?": _int},
     "key_awaited": {"key": is_text, "where": is_text, "number": _int},
     "group": {"name": is_text, "ranks": _ranks, "number?": _int},

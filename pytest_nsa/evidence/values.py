@@ -137,7 +137,7 @@ class MissingGradients:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
     """The evidence of one rank. ``signal`` ended it (0: no signal did); ``by_us``: the host sent it. ``anomalies`` are unusual
-    steps; ``modules`` are those that the current forward had called, in order; ``ddp`` has the latest numbers that DDP gives;
+    steps; ``modules`` are those that the current forward had called, in order;
     ``groups`` has the members of the rank's groups, ``numbers`` its number in other worlds; ``left`` is where it skipped, or
     expected to fail, and after what; ``pytest_exit`` has the arguments of its call of ``pytest.exit``; ``abort_message`` is what
     its process printed before SIGABRT ended it; ``gone`` is when its process was last alive, if its end was not observed;
@@ -179,7 +179,6 @@ class RankEvidence:
     modules: tuple[str, ...]
     checksums: Path
     parallel: str | None
-    ddp: dict[str, Any]
     groups: dict[str, tuple[int, ...]]
     numbers: dict[str, int]
     folder: Path

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from nsa.trace.flow.statements import chains
 from pytest_nsa.flow.align import MESSAGES, Parting
 from pytest_nsa.flow.read import Flow, Frame
 from pytest_nsa.flow.source import Statement, read_source
@@ -193,35 +194,18 @@ def _names(statement: Statement) -> list[str]:
             parts = []
         case _:
             parts = [statement]
-    return sorted({name for part in parts for name in _chains(part)}, key=lambda name: (-name.count("."), name))
+    return sorted({name for part in parts for name in chains(part)}, key=lambda name: (-name.count("."), name))
 
 
 def _targets(statement: Statement) -> list[str]:
     """Return the names and attributes that an assignment sets."""
     match statement:
         case ast.Assign():
-            return [name for target in statement.targets for name in _chains(target)]
+            return [name for target in statement.targets for name in chains(target)]
         case ast.AnnAssign() | ast.AugAssign():
-            return list(_chains(statement.target))
+            return list(chains(statement.target))
         case _:
             return []
-
-
-def _chains(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Name):
-        yield node.id
-        return
-    if isinstance(node, ast.Attribute):
-        parts, inner = [node.attr], node.value
-        while isinstance(inner, ast.Attribute):
-            parts.append(inner.attr)
-            inner = inner.value
-        if isinstance(inner, ast.Name):
-            names = [inner.id, *reversed(parts)]
-            yield from (".".join(names[:n]) for n in range(len(names), 0, -1))
-            return
-    for child in ast.iter_child_nodes(node):
-        yield from _chains(child)
 
 
 def _value(flow: Flow, frame: Frame, at: int, name: str) -> _Value | None:

@@ -94,35 +94,17 @@ def test_another_batch_than_the_caches_is_refused() -> None:
         torch.testing.assert_close(found, module(x[:2])[:, 40:], rtol=0, atol=2e-5)
 
 
-def test_one_cache_for_all_layers_is_refused() -> None:
+def test_caches_that_no_call_has_filled_alike_are_refused() -> None:
     model = build_model(load_config("configs/tiny_cpu.yaml")).eval()
     tokens = torch.zeros(1, 20, dtype=torch.int64)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match="caches has the same KVCache twice: each layer needs its own"),
-    ):
-        model(tokens, [KVCache()] * 12)
-
-
-def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:
-    """The call fails in the second layer, when the first has taken the tokens into its cache."""
-    config = load_config("configs/tiny_cpu.yaml")
-    model = build_model(config).double().eval()
-    tokens = torch.randint(0, config.model.vocab_size, (1, 70))
-    caches = [KVCache() for _ in range(config.model.n_layers)]
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
+    caches = [KVCache() for _ in model.blocks]
     with torch.no_grad():
-        model(tokens[:, :60], caches)
-        hook = model.blocks[1].attn.out.register_forward_pre_hook(fail)
-        with pytest.raises(MemoryError):
-            model(tokens[:, 60:], caches)
-        hook.remove()
-        assert [cache.length for cache in caches] == [60] * len(caches)
-        found = model(tokens[:, 60:], caches)
-        torch.testing.assert_close(found, model(tokens)[:, 60:], rtol=0, atol=1e-9)
+        with pytest.raises(ValueError, match="caches has the same KVCache twice: each layer needs its own"):
+            model(tokens, [caches[0]] * len(caches))
+        model(tokens, caches)
+        caches[3] = KVCache()
+        with pytest.raises(ValueError, match="caches: some have seen more tokens than others"):
+            model(tokens, caches)
 
 
 def test_gradients_are_refused() -> None:
@@ -150,12 +132,12 @@ def test_a_prompt_s_scores_beyond_float16(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("tokens", [1, decoding.FEW, decoding.FEW + 1, decoding.QUERIES + 5])
+@pytest.mark.parametrize("tokens", [1, 16, decoding.QUERIES + 5])
 @pytest.mark.parametrize("under_autocast", [False, True])
 def test_new_tokens_scores_beyond_float16(
     tokens: int, dtype: torch.dtype, tolerance: float, under_autocast: bool
 ) -> None:
-    """One by one, and under masks in one part and in two: q k^T is larger than float16's largest number before it is scaled."""
+    """In one part and in two: q k^T is larger than float16's largest number before it is scaled."""
     S = 50 + tokens
     sizes, inputs, wanted = large_scores(S, dtype)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs

@@ -157,17 +157,6 @@ def test_every_backend_that_serves_a_cpu(backend: str) -> None:
     )
 
 
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-@pytest.mark.parametrize("backend", ["sdpa", "math", "cpu"])
-def test_a_scale_that_is_not_positive_in_a_window_of_all_tokens(backend: str, scale: float) -> None:
-    inputs, exact = leaves(torch.float32, (2, 40, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16))
-    branches = BACKENDS[backend].branches
-    compare(branches.sliding(*inputs, w=40, scale=scale), reference.sliding(*exact, w=40, scale=scale), inputs, exact)
-    dense = BACKENDS["sdpa"].dense
-    if backend == "sdpa" and dense is not None:
-        compare(dense(*inputs, scale=scale), reference.sliding(*exact, w=40, scale=scale), inputs, exact)
-
-
 @pytest.mark.parametrize(("backend", "is_fused"), [("sdpa", True), ("math", False)])
 def test_math_takes_no_fused_kernel_forward_or_backward(backend: str, is_fused: bool) -> None:
     """A window of all tokens is plain causal attention, for which torch has a flash kernel on a CPU as on a GPU."""

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.config import Config, ConfigError, load_config
-from nsa.data import Batch, Position, batches, open_source
+from nsa.data import Position, batches, open_source
 from nsa.data.documents import ParquetDocuments, Place, check_parquet
 from nsa.data.loader import Loader
 from nsa.data.packing import PackedSource
@@ -63,9 +63,6 @@ def test_samples_are_the_stream_and_each_token_is_a_target_once(tmp_path: Path) 
     targets = np.concatenate([s.tokens[1:] for s in samples])
     assert targets.tobytes() == stream(texts, 40 * 16 + 1)[1:]
     assert all(s.tokens[0] == stream(texts, 40 * 16)[16 * s.number] for s in samples)
-    # Documents begin where the byte before is a separator.
-    for s in samples:
-        assert list(s.starts) == [i for i in range(1, 16) if s.tokens[i - 1] == 0]
 
 
 @settings(deadline=None, max_examples=40)
@@ -180,7 +177,6 @@ def test_reading_ahead_keeps_the_order_and_goes_on_where_it_was(workers: int) ->
     again.close()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.tokens, other.tokens)
-        assert torch.equal(one.cu_seqlens, other.cu_seqlens)
         assert one.position.samples == other.position.samples
 
 
@@ -205,14 +201,6 @@ def test_made_sequences_are_the_same_for_any_number_of_ranks() -> None:
         assert all(row in two for row in one)
     copied = rows("copy", 1)[0]
     assert copied[:64] == copied[65 : 65 + 64]
-
-
-def test_boundaries_of_documents_over_rows(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", ["abcd", "efghijklmnop", "q"])
-    batch: Batch = next(batches(source(path, 8), Position(), 2, 0, 1))
-    # abcd0efg | hijklmno, each with one more target: documents begin at 0 and 5, and the second row at 8.
-    assert batch.tokens.shape == (2, 9)
-    assert batch.cu_seqlens.tolist() == [0, 5, 8, 16]
 
 
 def test_a_reader_that_is_killed_ends_the_training_with_its_name(warm: WarmPython, tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ def test_every_parameter_gets_zeros(
         assert without_zeros(layer) == [], branch
 
 
-@pytest.mark.parametrize(("shape", "ends"), SHAPES)
-def test_dense_attention_too(shape: tuple[int, int], ends: list[int] | None) -> None:
+@pytest.mark.parametrize("shape", [(0, 10), (1, 0)])
+def test_dense_attention_too(shape: tuple[int, int]) -> None:
     layer = DenseAttention(load_config("configs/tiny_cpu.yaml").model)
-    out = layer(torch.randn(*shape, layer.w_q.in_features), None if ends is None else torch.tensor(ends))
+    out = layer(torch.randn(*shape, layer.w_q.in_features))
     assert out.shape == (*shape, layer.w_q.in_features)
     out.sum().backward()
     assert without_zeros(layer) == []

@@ -76,19 +76,15 @@ def test_writes_into_tensors_of_its_own_are_none() -> None:
     assert found == []
 
 
-def test_statistics_of_a_batch_and_a_block_that_stands_twice() -> None:
+def test_a_block_in_two_places_is_watched_once() -> None:
     region = Region(has_statistics)
     model = nn.Sequential(region, region)
     with watched(model, list(model)) as found:
         model(torch.randn(3, 4))
-    assert {write.tensor for write in found} == {
-        "0.norm.num_batches_tracked",
-        "0.norm.running_mean",
-        "0.norm.running_var",
-    }
+    assert [write.tensor for write in found] == ["0.norm.num_batches_tracked"] * 2
     model.eval()
     with watched(model, list(model)) as found:
-        model(torch.randn(3, 4).to_sparse().to_dense())
+        model(torch.randn(3, 4))
     assert found == []
 
 

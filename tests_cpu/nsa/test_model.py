@@ -76,12 +76,3 @@ def test_the_cache_changes_no_token() -> None:
         token = model(tokens, caches)[:, -1:].argmax(-1)
         assert torch.equal(model(whole)[:, -1:].argmax(-1), token)
         whole, tokens = torch.cat((whole, token), 1), token
-
-
-@torch.no_grad()
-def test_a_cache_takes_no_packed_sequences() -> None:
-    """They were read as one sequence."""
-    model = build_model(load_config(CONFIGS / "tiny_cpu.yaml")).eval()
-    tokens, ends = torch.zeros(1, 8, dtype=torch.long), torch.tensor([0, 4, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match="a KVCache is of sequences that are not packed"):
-        model(tokens, caches=[KVCache() for _ in range(12)], cu_seqlens=ends)

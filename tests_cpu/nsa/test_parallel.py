@@ -73,7 +73,7 @@ def divided(world_size: int, accumulation: int) -> dict[str, Any]:
 WAYS: dict[str, list[tuple[str, int, bool, dict[str, Any]]]] = {
     "sample": [("ddp", 4, True, {}), ("fsdp", 2, True, {}), ("average", 2, True, {})],
     "rest": [
-        ("ddp", 1, True, {}), ("ddp", 1, False, {}), ("fsdp", 1, False, {}), ("fsdp", 1, False, {"parallel.fsdp_version": 1}),
+        ("ddp", 1, True, {}), ("ddp", 1, False, {}), ("fsdp", 1, False, {}),
         ("ddp", 2, True, {"parallel.static_graph": True}), ("ddp", 2, True, {"parallel.no_sync": False}),
         ("ddp", 1, True, {"parallel.gradient_as_bucket_view": False}), ("ddp", 1, True, {"train.gc_keep_selection": True}),
     ],
@@ -95,8 +95,6 @@ def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: 
     for way in that_run(ways):
         losses, trainer = train(configured(**way), ranks, artifacts)
         assert losses == pytest.approx(truth, rel=TOLERANCE), way
-        if way.get("parallel.fsdp_version") == 1:
-            continue  # there, gradients are shards of a flat tensor
         for name, gradient in gradients(trainer).items():
             error = (gradient - expected[name]).norm() / expected[name].norm()
             assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e} after {STEPS} steps, {way}"
@@ -128,17 +126,6 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     again.steps_done = 7
     rest, _ = train(config, ranks, artifacts, STEPS - 7, again, 7 * SAMPLES)
     assert begun + rest == once
-
-
-@world_size(2)
-@pytest.mark.timeout(60)
-def test_fsdp1_lists_no_parameter_as_missing(group: Group, artifacts: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"parallel.mode": "fsdp", "parallel.fsdp_version": 1, "trace.grads": True}
-    with caplog.at_level("INFO", logger="nsa.trace"):
-        train(configured(**settings), RankInfo(rank=group.rank, world_size=2), artifacts, 1)
-    shown = [line for line in caplog.messages if line.startswith("[GRAD-TRACE]")]
-    assert shown == ["[GRAD-TRACE] not counted under FSDP1"]
-    assert not list(artifacts.rglob("all_missing_params.txt"))
 
 
 @needs_fsdp2
@@ -184,31 +171,9 @@ def test_nothing_is_selected_twice_where_the_selection_is_kept(artifacts: Path, 
     assert found[True] == (layers * steps, found[False][1])
 
 
-def test_documents_that_do_not_see_each_other(artifacts: Path) -> None:
-    config = configured(**{"data.boundaries": True, "train.batch_size": 2, "data.dataset": "synthetic"})
-    rows, _ = train(config, RankInfo(), artifacts, steps=3)
-    plain, _ = train(configured(**{"train.batch_size": 2, "data.dataset": "synthetic"}), RankInfo(), artifacts, steps=3)
-    assert rows == pytest.approx(plain, rel=TOLERANCE)  # one document per row: the same in another shape
-    model = Trainer(config, RankInfo(), artifacts).module
-    tokens = torch.randint(0, 256, (1, 60))
-    cu_seqlens = torch.tensor([0, 13, 13, 41, 60], dtype=torch.int32)
-    packed = model(tokens, cu_seqlens=cu_seqlens)
-    apart = [model(tokens[:, a:b]) for a, b in ((0, 13), (13, 41), (41, 60))]
-    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="must start at 0, never fall, and end at S=60"):
-        model(tokens, cu_seqlens=torch.tensor([0, 70]))
-
-
 def test_no_statistics_are_written_every_0_steps(artifacts: Path) -> None:
     train(configured(**{"trace.stats_every": 0}), RankInfo(), artifacts, steps=2)
     assert not {"gate_health.jsonl", "k_stats.csv"} & {path.name for path in artifacts.iterdir()}
-
-
-def test_documents_shorter_than_a_block_leave_no_parameter_without_a_gradient(artifacts: Path) -> None:
-    config = configured(**{"model.compression": "mlp"})
-    model = Trainer(config, RankInfo(), artifacts).module
-    model(torch.randint(0, 256, (1, 10)), cu_seqlens=torch.tensor([0, 5, 10])).sum().backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
@@ -294,7 +259,7 @@ def test_a_torch_that_compiles_a_step_wrongly_is_refused(tmp_path: Path) -> None
     ("kind", "settings", "said"),
     [
         ("graph", {"parallel.mode": "fsdp"}, "parallel.mode: fsdp"), ("graph", {"train.gc_reentrant": True}, "train.gc_reentrant"),
-        ("graph", {"data.boundaries": True}, "data.boundaries"), ("graph", {"trace.module_bwd": True}, "NSA_TRACE_MODULE_BWD"),
+        ("graph", {"trace.module_bwd": True}, "NSA_TRACE_MODULE_BWD"),
         ("cuda_graph", {"train.compile": "none"}, "train.compile: none; set it to step"),
         ("cuda_graph", {"parallel.mode": "ddp"}, "parallel.mode: ddp.*use average"),
         ("cuda_graph", {"train.accumulation": 2}, "train.accumulation=2"),

@@ -19,12 +19,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from nsa import train
 from nsa.config import ConfigError
 from nsa.training.checkpoint import load_model
 from nsa.training.parallel import RankInfo
 from nsa.training.safe_reader import SafePlanner, SafeReader
-from nsa.training.saved import describe, seal
 from tests_cpu.nsa.test_checkpoint import save, small, trained
 
 
@@ -61,51 +59,24 @@ def test_what_a_checkpoint_claims_is_checked_before_it_is_believed(
     for name, value in claim.items():
         is_part = isinstance(value, dict) and name in ("model", "data")
         fields[name] = {**fields[name], **value} if is_part else value
-    del fields["crc"]
-    (saved / "checkpoint.json").write_text(seal(fields))
+    (saved / "checkpoint.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=re.escape(says)) as refused:
         load_model(saved)
     assert "\n" not in str(refused.value)
 
 
-def test_no_bit_of_a_description_can_flip_unnoticed(whole: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "step_00000001"
-    saved.mkdir()
-    text = (whole / "checkpoint.json").read_bytes()
-    written = describe(whole)
-    for bit in range(8 * len(text)):
-        flipped = bytearray(text)
-        flipped[bit // 8] ^= 1 << bit % 8
-        (saved / "checkpoint.json").write_bytes(flipped)
-        try:
-            found = describe(saved)
-        except ConfigError:
-            continue
-        assert found == written, bit  # white space
-
-
 @pytest.mark.parametrize("text", ["[", ""])
 @pytest.mark.parametrize("name", ["checkpoint.json", ".metadata"])
-def test_files_of_a_checkpoint_that_cannot_be_read_are_named(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
-) -> None:
+def test_files_of_a_checkpoint_that_cannot_be_read_are_named(whole: Path, tmp_path: Path, name: str, text: str) -> None:
     saved = tmp_path / "step_00000001"
     shutil.copytree(whole, saved)
     (saved / name).write_text(text)
     if name == ".metadata":
         described = json.loads((saved / "checkpoint.json").read_text())
         described["files"][name] = [len(text), zlib.crc32(text.encode())]
-        del described["crc"]
-        (saved / "checkpoint.json").write_text(seal(described))
-    what = "is not a checkpoint of this program|.metadata cannot be read"
-    with pytest.raises(ConfigError, match=what):
+        (saved / "checkpoint.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"is not a checkpoint of this program|\.metadata cannot be read"):
         load_model(saved)
-    command = ["--config", str(whole.parent / "small.yaml"), "--steps", "2", "--out", str(tmp_path / "out")]
-    assert train.main([*command, "--resume", str(saved)]) == 2
-    assert re.search(what, capsys.readouterr().err)
-    if name == ".metadata":  # the trainer had been made: its evidence names what ended it
-        events = [json.loads(line) for line in (tmp_path / "out" / "rank0" / "events.jsonl").read_text().splitlines()]
-        assert events[-1] | {"event": "done", "passed": False} == events[-1]
 
 
 @pytest.mark.parametrize("place", ["../../secret", "/etc/hostname", ""])

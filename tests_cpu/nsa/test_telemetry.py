@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import ctypes
 import json
-import math
 import re
 import shutil
 import signal
@@ -13,21 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nsa.config import ModelConfig, load_config
+from nsa.config import load_config
 from nsa.kernels import blocks
 from nsa.model.transformer import build_model
 from nsa.trace.stall.watchdog import Watchdog
-from nsa.training.flops import flops_per_token, keys_seen
 from nsa.training.metrics import Metrics
-from nsa.training.pace import Pace
-from nsa.training.parallel import RankInfo
 from nsa.training.statistics import GateStatistics, SelectionStatistics
 from nsa.training.trainer import StepResult
 from pytest_nsa.cli.main import main as command
@@ -147,19 +142,6 @@ def test_statistics_of_a_selection_that_is_known() -> None:
     assert row["distance_mean"] == pytest.approx((16 * (1 + 2 + 3)) / 112)
 
 
-def test_statistics_of_a_pack_are_of_all_its_sequences() -> None:
-    model = build_model(load_config(TINY, n_layers=1))
-    statistics = SelectionStatistics(model)
-    tokens = torch.randint(0, 256, (1, 70))
-    statistics.listen(True)
-    model(tokens, cu_seqlens=torch.tensor([0, 64, 70]))
-    (row,) = statistics.rows().values()
-    # A query takes its block and those before, of 16 tokens and at most 4: 16 (1 + 2 + 3 + 4) picks in the first, 6 in the second.
-    assert row["blocks_mean"] == pytest.approx((160 + 6) / 70)
-    assert row["distance_mean"] == pytest.approx(16 * (0 + 1 + 3 + 6) / 166)
-    assert row["share_initial"] == pytest.approx(70 / 166)
-
-
 def test_a_gate_that_dies_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build_model(load_config(TINY, n_layers=2))
     statistics = GateStatistics(model)
@@ -266,40 +248,10 @@ def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and
     assert "in backward" in capsys.readouterr().out
 
 
-def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
-    m = ModelConfig(compress_block=8, compress_stride=4, select_block=16, n_select=4, window=32)
-    S = 100
-    t = range(S)
-    compressed = [sum(i * 4 + 7 <= q for i in range(S)) for q in t]
-    selected = [min(q + 1, 64) for q in t]
-    window = [min(q + 1, 32) for q in t]
-    assert keys_seen(m, S) == pytest.approx(sum(compressed + selected + window) / S)
-    config = load_config(TINY)
-    cost = flops_per_token(build_model(config), config.model, 128)
-    dense = load_config(TINY, attention="dense")
-    assert math.isfinite(cost)
-    assert flops_per_token(build_model(dense), dense.model, 1 << 16) > flops_per_token(
-        build_model(config), config.model, 1 << 16
-    )
-
-
 def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
-    metrics = Metrics(tmp_path, load_config(TINY), RankInfo(), 1e6)
+    metrics = Metrics(tmp_path, load_config(TINY))
     metrics.add(StepResult(step=2, loss=4.0, lr=1e-3, tokens=10, seconds=0.5, peak_mib=1.0))
     metrics.close()
     first, torn, again = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert (json.loads(first)["step"], torn, json.loads(again)["loss"]) == (1, '{"step": 2, "lo', 4.0)
-
-
-def test_a_long_run_prints_a_line_every_few_seconds() -> None:
-    """10,000 steps of 1/128 s: the first twenty, one every 5 s, and the last; the time left by the clock."""
-    pace = Pace(done=100, steps=10_100)
-    due = [step for step in range(101, 10_101) if pace.is_due(step, now=step / 128)]
-    assert due[:20] == list(range(101, 121))
-    assert len(due) == 20 + 15 + 1
-    assert {b - a for a, b in pairwise(due[20:-1])} == {640}
-    assert due[-1] == 10_100
-    assert pace.left(5_100, now=5_100 / 128) == ", 0:00:39 left"
-    assert pace.left(10_100, now=101.0) == ""
-    assert Pace(0, 10**6).left(30) == ""

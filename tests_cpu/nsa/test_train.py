@@ -18,7 +18,6 @@ from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
-PROSE = str(ROOT / "examples" / "data" / "kjv.parquet")
 
 
 def under_torchrun(
@@ -210,16 +209,18 @@ def test_a_misspelt_variable_is_warned_of(tmp_path: Path, run: Run) -> None:
     assert out.count("[env-guard]") == 1
 
 
-def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_variables_and_the_exit_codes_as_the_page_does(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(["--help"])
-    text = capsys.readouterr().out
+    text, page = capsys.readouterr().out, (ROOT / "docs" / "training.md").read_text()
+    for code, meaning in train.EXIT_CODES.items():
+        assert f"  {code:<4} {meaning}\n" in f"{text}\n"
+        assert f"| {code} | " in page
     for name in (
         "NSA_TRACE_GRADS=0|1",
         "NSA_GC_RANGE=start:end",
         "NSA_FORCE_BRANCH=cmp|sel|win",
         "TORCH_BACKEND=nccl|gloo",
-        "  75   stopped by SIGTERM",
         "`pytest-nsa diagnose DIR --html` draws the losses",
     ):
         assert name in text

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from nsa.model.activation_checkpoint import CheckpointRange
-from nsa.trace.ddp_buckets import ddp_numbers
 from nsa.trace.inplace import watched
 from nsa.training.parallel import file_mark
 from tests_cpu.plan.readiness import MAX_GPU_BYTES, MIN_TOKENS_PER_S
@@ -187,7 +186,8 @@ class Buckets(Check):
 
     def at_the_end(self, folder: Path) -> None:
         """Compare their sizes with the limit: a bucket is closed by the tensor that reaches it."""
-        sizes = ddp_numbers(self.trainer.model)["bucket_sizes"]
+        logged = self.trainer.model._get_ddp_logging_data()
+        sizes = [int(size) for size in logged["rebuilt_bucket_sizes"].split(",")]  # in bytes
         limit = self.trainer.config.parallel.bucket_cap_mb * (1 << 20)
         largest = max(p.nbytes for p in self.trainer.module.parameters())
         print(f"{len(sizes)} buckets, the largest of {max(sizes) / 1e6:.2f} MB", flush=True)

@@ -93,8 +93,7 @@ def run(
         kill_and_resume(ROOT / "configs" / size.config, {**overrides, **changed, "train.log_every": 1}, group, folder)
         return
     ranks = RankInfo(rank=group.rank, world_size=group.world_size, device=torch.device(group.device))
-    uses_fsdp2 = config.parallel.mode == "fsdp" and config.parallel.fsdp_version == 2
-    if uses_fsdp2 and not has_fsdp2(ranks.device):
+    if config.parallel.mode == "fsdp" and not has_fsdp2(ranks.device):
         pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on CPU")
     torch.manual_seed(config.train.seed)
     model = build_model(config, ranks.device)
@@ -107,7 +106,7 @@ def run(
     data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
     check = health.CHECKS[row.check](trainer, group.rank, row.uses)
     trained = sum(p.requires_grad for p in trainer.module.parameters())
-    told = Metrics(folder, config, ranks, trainer.flops_per_token) if group.rank == 0 else None
+    told = Metrics(folder, config) if group.rank == 0 else None
     with contextlib.closing(told) if told is not None else contextlib.nullcontext() as metrics:
         for step in range(row.steps):
             asked = asked if step == 0 else time.monotonic()

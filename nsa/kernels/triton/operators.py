@@ -11,7 +11,7 @@ import torch
 
 from nsa.kernels.cpu.whole import Pair
 from nsa.kernels.derivatives import operator, refuse, register
-from nsa.kernels.ops import alone_has_a_gradient, like, of_the_first, plainly, positive_scale, returns, tensors
+from nsa.kernels.ops import alone_has_a_gradient, like, of_the_first, plainly, returns, tensors
 from nsa.sizes import Sizes
 
 INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
@@ -120,7 +120,6 @@ def attend_on_gpu(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `dispatch.attend` by the triton backend: the output, and the picks int32 [B * S, G, n] of each query."""
-    q, scale = positive_scale(q, scale)
     l, d, l_sel, n_sel, w = sizes
     found = attention(q, *cmp, *sel, *win, gates, cu_seqlens, l, d, l_sel, n_sel, w, scale)
     return found[0], found[5]

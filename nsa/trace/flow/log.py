@@ -68,13 +68,6 @@ class FlowLog:
         self._begin_half()
         self._on_turn()
 
-    def line(self, frame: int, line: int) -> None:
-        """Write that a frame begins a line."""
-        if self.at + LINE_EVENT.size > self.end:
-            self.turn()
-        LINE_EVENT.pack_into(self.map, self.at, LINE, frame, line)
-        self.at += LINE_EVENT.size
-
     def enter(self, frame: int, parent: int, code: int, thread: int, kind: int = ENTER) -> None:
         """Write that a frame begins, or goes on (RESUME)."""
         if self.at + ENTER_EVENT.size > self.end:
