@@ -50,7 +50,7 @@ OTHER_SIZES = {"blocks of 128": SIZES._replace(select_block=128)}  # by shape
 Call = Callable[[], Any]
 
 
-def sizes_of(shape: str) -> Sizes:
+def get_sizes(shape: str) -> Sizes:
     """Return block and window sizes of a shape."""
     return OTHER_SIZES.get(shape, SIZES)
 
@@ -106,7 +106,7 @@ def roofline(size: int = 8192) -> dict[str, float]:
 
 def floors(S: int, shape: str, rates: dict[str, float]) -> dict[str, float]:
     """Return the milliseconds that each branch needs at least, by the roofline; a backward has 2.5 times a forward's products."""
-    (H, G, d_k, d_v), sizes = SHAPES[shape], sizes_of(shape)
+    (H, G, d_k, d_v), sizes = SHAPES[shape], get_sizes(shape)
     w, chosen = min(S, sizes.window), min(S, sizes.n_select * sizes.select_block)
     pairs = {
         "sliding": S * w - w**2 / 2, "compressed": S * S / 2 / sizes.compress_stride, "selected": S * chosen - chosen**2 / 2,
@@ -165,7 +165,7 @@ def jaccard_of(chosen: torch.Tensor) -> float:
 
 def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
     """Return, by name, a forward and the inputs whose gradients are computed."""
-    (H, G, d_k, d_v), sizes = SHAPES[shape], sizes_of(shape)
+    (H, G, d_k, d_v), sizes = SHAPES[shape], get_sizes(shape)
     n, scale = blocks.num_compressed(S, sizes.compress_block, sizes.compress_stride), d_k**-0.5
     n_sel = min(sizes.n_select, blocks.num_selection(S, sizes.select_block))
 
@@ -309,7 +309,7 @@ def main() -> None:
     if DEVICE == "cuda":
         began = time.monotonic()
         shapes, on = (
-            [(SHAPES[name], sizes_of(name)) for name in arguments.shapes],
+            [(SHAPES[name], get_sizes(name)) for name in arguments.shapes],
             tiles.capability(torch.device(DEVICE)),
         )
         compile_ahead(shapes, arguments.lengths, DTYPE, on)

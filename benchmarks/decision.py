@@ -49,7 +49,7 @@ def tables(number: int, seed: int) -> Iterator[Planted]:
     """Yield tables in which something fails because of what was planted."""
     chance = random.Random(seed)
     facts, every = facts_by_name(False), factors(False)
-    rows = {CPU.name_of(row): row for row in TABLE}
+    rows = {CPU.find_name(row): row for row in TABLE}
     kinds = _kinds(every, list(facts.values()))
     while number:
         count = 2 if chance.random() < 1 / 3 else 1

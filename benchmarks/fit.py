@@ -28,7 +28,7 @@ from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.diagnosis.explain import choose  # noqa: E402
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
 from pytest_nsa.diagnosis.facts import rings  # noqa: E402
-from pytest_nsa.diagnosis.rules.absence import left_behind  # noqa: E402
+from pytest_nsa.diagnosis.rules.absence import find_left_ranks  # noqa: E402
 from pytest_nsa.diagnosis.rules.calls import held_in_different_calls  # noqa: E402
 from pytest_nsa.diagnosis.rules.keys import held_for_keys  # noqa: E402
 from pytest_nsa.diagnosis.rules.messages import held_in_messages  # noqa: E402
@@ -59,7 +59,7 @@ ENTERED = {
     "calls.departed": lambda evidence: first_departure(rings(evidence)),
     "calls.waiting_in_different_calls": held_in_different_calls,
     "messages.unpaired": held_in_messages,
-    "absence.left_alone": left_behind,
+    "absence.left_alone": find_left_ranks,
     "keys.unset": held_for_keys,
 }
 Weights = dict[str, dict[str, float]]

@@ -33,7 +33,7 @@ def page() -> str:
     out += [line for name, rule in sorted(RULES.items()) for line in entry(f"{name}{rule.form}", rule.text)]
     out += ["## Fixtures", "", "`pytest --fixtures` lists them.", ""]
     for name in sorted(set(plugin.__all__) - {"is_active"}):
-        out += entry(name, inspect.getdoc(_function_of(getattr(plugin, name))) or "")
+        out += entry(name, inspect.getdoc(_get_function(getattr(plugin, name))) or "")
     out += entry("host_fixture" + signature(pytest_nsa.host_fixture), inspect.getdoc(pytest_nsa.host_fixture) or "")
     out += ["## What they return", ""]
     for name in ("Group", "DDP", "FSDP", "Trace"):
@@ -129,7 +129,7 @@ def signature(function: Callable[..., Any]) -> str:
     return re.sub(r" -> .*$", "", str(inspect.Signature(plain)))
 
 
-def _function_of(fixture: Any) -> Any:
+def _get_function(fixture: Any) -> Any:
     return getattr(fixture, "_get_wrapped_function", lambda: fixture)()
 
 

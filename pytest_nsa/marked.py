@@ -53,12 +53,12 @@ def _imports_us(module: ModuleType, known: dict[str, bool]) -> bool:
     name = getattr(module, "__name__", "")
     if name not in known:
         known[name] = not _is_from_us(name) and any(
-            _is_from_us(_origin_of(value)) for value in [*vars(module).values()]
+            _is_from_us(_get_origin(value)) for value in [*vars(module).values()]
         )
     return known[name]
 
 
-def _origin_of(value: Any) -> str:
+def _get_origin(value: Any) -> str:
     # By its type alone: a module may hold proxies, which raise when their class is looked up.
     if issubclass(type(value), ModuleType):
         return str(value.__name__)
@@ -69,23 +69,23 @@ def _is_from_us(name: str) -> bool:
     return name.partition(".")[0] == __package__
 
 
-def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
+def get_sizes(mark: pytest.Mark) -> tuple[Any, ...]:
     """Return the numbers of ranks that a mark names: world_size(2), world_size(1, 2, 4), or other suites' world_size([1, 2, 4])."""
     first = mark.args[0] if len(mark.args) == 1 else None
     return tuple(first) if isinstance(first, list | tuple) else mark.args
 
 
-def memory_of(mark: pytest.Mark) -> int | None:
+def get_memory(mark: pytest.Mark) -> int | None:
     """Return the bytes that a test needs on each of its GPUs, as in ``gpu(memory='8GiB')``; None for any other form."""
     found = re.fullmatch(r"([1-9]\d{0,6}) ?(MiB|GiB)", str(mark.kwargs.get("memory", "")))
     return int(found[1]) << (30 if found[2] == "GiB" else 20) if found else None
 
 
-def size_of(item: pytest.Item, default: int) -> int:
+def get_size(item: pytest.Item, default: int) -> int:
     """Return how many ranks a test runs on; ``default`` where its marks name no number."""
     chosen = getattr(getattr(item, "callspec", None), "params", {}).get(SIZE)
     mark = item.get_closest_marker("world_size")
-    sizes = (chosen,) if chosen is not None else sizes_of(mark) if mark is not None else ()
+    sizes = (chosen,) if chosen is not None else get_sizes(mark) if mark is not None else ()
     return sizes[0] if sizes else default
 
 
@@ -114,7 +114,7 @@ def is_ranked(item: pytest.Item) -> bool:
     return (mark is not None and (is_ours(mark) or has_asked(item))) or any(takes(item, name) for name in RANK_FIXTURES)
 
 
-def environment_of(item: pytest.Item) -> dict[str, str]:
+def get_environment(item: pytest.Item) -> dict[str, str]:
     """Return the variables of the test's ranks: a mark on the function wins over its class's and its module's."""
     found: dict[str, str] = {}
     for mark in item.iter_markers("rank_env"):
@@ -122,7 +122,7 @@ def environment_of(item: pytest.Item) -> dict[str, str]:
     return found
 
 
-def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
+def get_hash_seeds(item: pytest.Item, world_size: int) -> tuple[int, ...]:
     """Return the hash seed of each rank, drawn at random if the mark names no seeds; () without the mark."""
     mark = item.get_closest_marker("hash_seeds")
     if mark is None:
@@ -130,7 +130,7 @@ def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
     return mark.args or tuple(random.SystemRandom().sample(range(1, 1 << 32), world_size))
 
 
-def traces_of(item: pytest.Item) -> tuple[str, ...]:
+def get_traces(item: pytest.Item) -> tuple[str, ...]:
     """Return what the fixture `trace` records, by the mark `trace_kinds` or `trace`; () without a mark."""
     marks = (item.get_closest_marker(name) for name in ("trace_kinds", "trace"))
     return next((mark.args for mark in marks if mark is not None), ())

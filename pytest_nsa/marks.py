@@ -21,11 +21,11 @@ from pytest_nsa.marked import (
     SIZE,
     OurMark,
     counts,
+    get_memory,
+    get_size,
+    get_sizes,
     is_ranked,
     makes_its_own_group,
-    memory_of,
-    size_of,
-    sizes_of,
     takes,
 )
 from pytest_nsa.wire.messages import FIXED_VARIABLES
@@ -152,7 +152,7 @@ reuse: pytest.MarkDecorator = _made("reuse")
 hash_seeds: pytest.MarkDecorator = _made("hash_seeds")
 
 
-def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
+def _check_choice_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
     if mark.kwargs or not mark.args or (single and len(mark.args) != 1):
         return f"takes {'one' if single else 'one or more'} of {', '.join(allowed)}, as in {example}"
     for value in mark.args:
@@ -162,7 +162,7 @@ def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single
 
 
 def _check_world_size(mark: pytest.Mark) -> str | None:
-    sizes = sizes_of(mark)
+    sizes = get_sizes(mark)
     if mark.kwargs not in ({}, {"group": None}):
         return "takes numbers of ranks and group=None, as in world_size(2) or world_size(2, group=None)"
     if not sizes or any(type(size) is not int for size in sizes):
@@ -209,7 +209,7 @@ def _check_gpu(mark: pytest.Mark) -> str | None:
         return "takes count=, a number of GPUs, share=, True or False, and memory=, as in gpu, gpu(count=2) or gpu(memory='8GiB')"
     if count is not None and (type(count) is not int or count < 1):
         return f"count={count!r} must be a whole number of GPUs, 1 or more, as in gpu(count=2)"
-    if "memory" in mark.kwargs and memory_of(mark) is None:
+    if "memory" in mark.kwargs and get_memory(mark) is None:
         return f"memory={mark.kwargs['memory']!r} must be a whole number of MiB or GiB, as in gpu(memory='8GiB')"
     if "memory" in mark.kwargs and share:
         return "memory= and share= contradict each other: with memory= a test shares its GPU as far as all fit, so remove share="
@@ -283,16 +283,20 @@ def _bare(name: str, text: str) -> MarkRule:
 
 _RULES = (
     _taking_arguments(world_size, _check_world_size),
-    _taking_arguments(backend, lambda m: _one_of(m, BACKENDS, "backend('gloo')", single=True)),
-    _taking_arguments(branch, lambda m: _one_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
+    _taking_arguments(backend, lambda m: _check_choice_of(m, BACKENDS, "backend('gloo')", single=True)),
+    _taking_arguments(branch, lambda m: _check_choice_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
     _taking_arguments(gc_range, _check_gc_range, fixture="gc_range"),
     _bare("static_graph", "`ddp.wrap` makes DDP with static_graph=True."),
     _bare(
         "check_divergence",
         "Fail when ranks end with different gradients or parameters though DDP keeps them equal (three norms per tensor and step).",
     ),
-    _taking_arguments(trace_kinds, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
-    _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
+    _taking_arguments(
+        trace_kinds, lambda m: _check_choice_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"
+    ),
+    _taking_arguments(
+        trace, lambda m: _check_choice_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"
+    ),
     MarkRule(
         name="gpu",
         form="(count=None, share=False, memory=None)",
@@ -326,12 +330,12 @@ _RULES = (
         check=_check_reuse,
     ),
     _taking_arguments(scenario, _check_scenario),
-    _taking_arguments(fails_as, lambda m: _one_of(m, tuple(CAUSES), "fails_as('lock_deadlock')", single=True)),
+    _taking_arguments(fails_as, lambda m: _check_choice_of(m, tuple(CAUSES), "fails_as('lock_deadlock')", single=True)),
 )
 RULES: dict[str, MarkRule] = {rule.name: rule for rule in _RULES}
 
 
-def place_of(item: pytest.Item) -> tuple[str, int]:
+def find_place(item: pytest.Item) -> tuple[str, int]:
     """Return the file in which a test is defined, and its line, from 1."""
     path, line, _ = item.reportinfo()
     return str(path), (line or 0) + 1
@@ -339,7 +343,7 @@ def place_of(item: pytest.Item) -> tuple[str, int]:
 
 def named(item: pytest.Item) -> str:
     """Return 'file:line: name' of a test, as messages about it begin."""
-    path, line = place_of(item)
+    path, line = find_place(item)
     return f"{path}:{line}: {item.name}"
 
 
@@ -370,7 +374,7 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
 
 
 def _wrong_hash_seeds(item: pytest.Item, where: str) -> Iterator[str]:
-    given, size = item.get_closest_marker("hash_seeds").args, size_of(item, DEFAULT_WORLD_SIZE)  # type: ignore[union-attr]
+    given, size = item.get_closest_marker("hash_seeds").args, get_size(item, DEFAULT_WORLD_SIZE)  # type: ignore[union-attr]
     if not is_ranked(item):
         yield f"{where}: hash_seeds: does nothing, as the test does not run on ranks; set PYTHONHASHSEED for pytest"
     elif given and len(given) != size:
@@ -407,7 +411,7 @@ def other_plugin_warnings(item: pytest.Item) -> Iterator[str]:
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Make one test per value in branch(), gc_range() or world_size()."""
     mark = metafunc.definition.get_closest_marker("world_size")
-    sizes = sizes_of(mark) if mark is not None and _check_world_size(mark) is None else ()
+    sizes = get_sizes(mark) if mark is not None and _check_world_size(mark) is None else ()
     if len(sizes) > 1 and is_ranked(metafunc.definition):
         metafunc.fixturenames.append(SIZE)
         metafunc.parametrize(SIZE, sizes, ids=[f"{size}-ranks" for size in sizes])
@@ -419,7 +423,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 def check_debug_rank(rank: int, items: Iterable[pytest.Item]) -> None:
     """Raise UsageError if none of the tests that are to run has the rank of ``--ranks-pdb-rank``."""
-    sizes = [size_of(item, DEFAULT_WORLD_SIZE) for item in items if is_ranked(item)]
+    sizes = [get_size(item, DEFAULT_WORLD_SIZE) for item in items if is_ranked(item)]
     sizes = [size for size in sizes if type(size) is int]  # other marks are refused
     if sizes and rank >= max(sizes):
         raise pytest.UsageError(

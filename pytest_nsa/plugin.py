@@ -135,9 +135,9 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
 @pytest.fixture
 def artifacts(request: pytest.FixtureRequest) -> Path:
     """The folder of this test's evidence, kept with the run; the same path on all ranks."""
-    from pytest_nsa.session.launch import artifacts_of
+    from pytest_nsa.session.launch import find_artifacts
 
-    return artifacts_of(request)
+    return find_artifacts(request)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

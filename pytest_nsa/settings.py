@@ -111,7 +111,7 @@ def resolve(config: pytest.Config) -> Settings:
     named_plugins(config)  # a line that cannot be used is refused now, not in the ranks
     outer = outer_launcher(config) if HAS_RANKS else None
     settings = Settings(
-        mode=_mode_of(config, outer),
+        mode=_choose_mode(config, outer),
         artifacts=(config.rootpath / directory).resolve(),  # pytest refuses '..' in the path of a child's cache
         launch=config.getoption("--ranks-launch"),
         fsdp_version=int(config.getoption("--ranks-fsdp-version")),
@@ -154,7 +154,7 @@ def resolve(config: pytest.Config) -> Settings:
     return settings
 
 
-def _mode_of(config: pytest.Config, outer: OuterLauncher | None) -> Mode:
+def _choose_mode(config: pytest.Config, outer: OuterLauncher | None) -> Mode:
     if is_child_process():
         return Mode.CHILD
     if hasattr(config, "workerinput"):

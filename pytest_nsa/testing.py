@@ -63,7 +63,7 @@ def run_example(
     return read_result(pytester.path, run_pytest(pytester.path, [*options, *arguments], timeout))
 
 
-def run_in(folder: Path, *arguments: str, timeout: float = 170) -> ExampleResult:
+def run_folder(folder: Path, *arguments: str, timeout: float = 170) -> ExampleResult:
     """Run pytest on the files in ``folder``, in order: for a fixture of module scope, which cannot use pytester."""
     options = (*ONCE, "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder))
     return read_result(folder, run_pytest(folder, [*options, *arguments], timeout))

@@ -21,7 +21,7 @@ from tests_cpu.plan.scenarios import CPU, TABLE, Scenario
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "planted.md"
 ROWS = {
-    CPU.name_of(row): row for row in TABLE if row.phase < 9
+    CPU.find_name(row): row for row in TABLE if row.phase < 9
 }  # those of phase 9 train for minutes where a fault spares them
 DDP = {
     "ddp_onestep_trace",

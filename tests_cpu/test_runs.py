@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.cli.main import main
-from pytest_nsa.report.runs import runs_in
+from pytest_nsa.report.runs import list_runs
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.folder_removal import has_mounts, remove_tree
 from pytest_nsa.testing import run_example
@@ -90,7 +90,7 @@ def test_a_run_s_file_that_is_none_is_left_alone(tmp_path: Path, kind: str) -> N
             os.mkfifo(path)
         case "nested":
             path.write_text("[" * 200_000)
-    assert [run.path for run in runs_in(tmp_path)] == [good]
+    assert [run.path for run in list_runs(tmp_path)] == [good]
 
 
 def test_a_damaged_run_ends_no_session(pytester: pytest.Pytester) -> None:

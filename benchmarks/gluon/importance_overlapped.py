@@ -36,7 +36,7 @@ SHIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^SHIFT, as in `importa
 
 
 @gluon.jit
-def place_of(SEQUENCES, b, S, N, LO, HI, PACKED: gl.constexpr):
+def find_place(SEQUENCES, b, S, N, LO, HI, PACKED: gl.constexpr):
     """Return first token of sequence b, its first key and its keys, and first and end of its queries at work."""
     s0, key0 = b * S, b * N
     if PACKED:
@@ -182,7 +182,7 @@ def importance_overlapped(
     dtype: gl.constexpr = KD0.dtype
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     b, g = gl.program_id(0) % BG // G, gl.program_id(0) % BG % G
-    s0, key0, N, lo, hi = place_of(SEQUENCES, b, S, N, LO, HI, PACKED)
+    s0, key0, N, lo, hi = find_place(SEQUENCES, b, S, N, LO, HI, PACKED)
     first = lo + (gl.cdiv(HI - LO, BQ) - 1 - gl.program_id(0) // BG) * BQ
     last = gl.minimum(first + BQ, hi) - 1
     n_seen = gl.where(first < hi, gl.minimum(n_blocks, last // (R * STRIDE) + 1), 0)

@@ -64,7 +64,7 @@ def consume(
         there_r, there_line = r < count * h, line < count * h
         entry = gl.load(LISTS + begin + r // h, mask=there_r, other=0)
         place = (
-            place_of(gl.load(LISTS + begin + line // h, mask=there_line, other=0), before, G, g, sub, n_sel, SUB) * h
+            find_place(gl.load(LISTS + begin + line // h, mask=there_line, other=0), before, G, g, sub, n_sel, SUB) * h
             + line % h
         )
         mbarrier.wait(there.index(at), i // STAGES % 2)
@@ -89,12 +89,12 @@ def consume(
         gl.store(
             PART + (place * DV)[:, None] + column, gl.convert_layout(o.to(v.dtype), LINES), mask=there_line[:, None]
         )
-        place = place_of(entry, before, G, g, sub, n_sel, SUB) * h + r % h
+        place = find_place(entry, before, G, g, sub, n_sel, SUB) * h + r % h
         gl.store(PART_LSE + place, gl.where(total > 0, finite + gl.log2(some), float("-inf")), mask=there_r)
 
 
 @gluon.jit
-def place_of(entry, before, G, g, sub, n_sel: gl.constexpr, SUB: gl.constexpr):
+def find_place(entry, before, G, g, sub, n_sel: gl.constexpr, SUB: gl.constexpr):
     """Return the number, among the parts [queries, G, n_sel * SUB], of a list's entry and a sub-block (`rows.part_of`)."""
     return ((before + entry // n_sel).to(gl.int64) * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub
 

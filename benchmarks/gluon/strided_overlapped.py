@@ -35,7 +35,7 @@ def visible_keys(t, N, STRIDE: gl.constexpr, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def place_of(SEQUENCES, b, S, N, WINDOWED: gl.constexpr, PACKED: gl.constexpr):
+def find_place(SEQUENCES, b, S, N, WINDOWED: gl.constexpr, PACKED: gl.constexpr):
     """Return first token and tokens of sequence b, its first key and its keys."""
     s0, key0 = b * S, b * N
     if PACKED:
@@ -288,7 +288,7 @@ def strided_overlapped(
     dtype: gl.constexpr = KD0.dtype
     b, g = gl.program_id(0) % BG // G, gl.program_id(0) % BG % G
     first = (gl.cdiv(S, BQ) - 1 - gl.program_id(0) // BG) * BQ
-    s0, S, key0, N = place_of(SEQUENCES, b, S, N, WINDOWED, PACKED)
+    s0, S, key0, N = find_place(SEQUENCES, b, S, N, WINDOWED, PACKED)
     start, tiles, inside, whole = tiles_of(first, BQ, S, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED)
     q0, q1 = two_parts(dtype, D0, D1)
     keys, values, k_free, v_free = empty_ring(KD0, KD1, VD, D0, D1, DV, BN, STAGES)

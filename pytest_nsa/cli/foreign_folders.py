@@ -31,7 +31,7 @@ def is_ours(path: Path) -> bool:
         return False
 
 
-def to_write_in(folder: Path) -> Path:
+def choose_output_folder(folder: Path) -> Path:
     """Return a folder's path without links, as short as possible; for another user's folder, the path of a copy."""
     folder = Path(short_path(folder.resolve()))
     if is_ours(folder):

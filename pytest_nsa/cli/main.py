@@ -17,13 +17,13 @@ from pathlib import Path
 from pytest_nsa.cli.compare import compare
 from pytest_nsa.cli.explain import explain
 from pytest_nsa.cli.foreign import diagnose_foreign
-from pytest_nsa.cli.foreign_folders import sources_folder, to_write_in
+from pytest_nsa.cli.foreign_folders import choose_output_folder, sources_folder
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
 from pytest_nsa.cli.watch import show_stacks, watch
 from pytest_nsa.evidence.load import find_test_folders
-from pytest_nsa.observe.conclude import verdict_on
-from pytest_nsa.observe.finders import folder_of
+from pytest_nsa.observe.conclude import make_verdict
+from pytest_nsa.observe.finders import find_folder
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
@@ -157,7 +157,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    first = to_write_in(first) if arguments.html else first
+    first = choose_output_folder(first) if arguments.html else first
     folders = find_test_folders(first)
     unread = [path.name for path in sorted(first.iterdir()) if path.is_dir() and not os.access(path, os.R_OK | os.X_OK)]
     if unread:
@@ -176,7 +176,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
                 are_running = True
                 continue
         below = sources_folder(evidence, requested=arguments.sources)
-        verdict = verdict_on(evidence, again=arguments.again or bool(others), below=below)
+        verdict = make_verdict(evidence, again=arguments.again or bool(others), below=below)
         failed = failed or verdict.failed
         name = str(folder.relative_to(first))
         entries.append(Entry(folder=name, verdict=verdict))
@@ -200,7 +200,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     # resolve() raises for a cycle of links.
     folders = {Path(os.path.realpath(arguments.run))} if arguments.run else set()
     for pid in arguments.pids:
-        found = folder_of(pid)
+        found = find_folder(pid)
         if found is None:
             code = show_stacks(pid)
             if code == 2:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_nsa.cli.foreign_folders import to_write_in, with_allowed_sources
+from pytest_nsa.cli.foreign_folders import choose_output_folder, with_allowed_sources
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.evidence.load import find_test_folders, load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude
-from pytest_nsa.observe.finders import folder_of
+from pytest_nsa.observe.finders import find_folder
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import DECISION, read_decision, read_verdict, write_reports
@@ -32,7 +32,7 @@ def report(folders: Sequence[Path], *, sources: bool) -> int:
         if runs.is_in_use(run):
             print(f"error: {str(run)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
             return 2
-        run = to_write_in(run)
+        run = choose_output_folder(run)
         _conclude(run, sources)
         was_finished = (run / runs.FINISHED).is_file()
         # The decision that the run left is by the repository's own rules, where it has any; else the verdicts decide.
@@ -62,7 +62,7 @@ def _conclude(run: Path, sources: bool) -> None:
 def is_live(evidence: Evidence) -> bool:
     """Return whether a rank of the evidence still runs on this machine, by the board that it maps."""
     folders = {rank.folder.parent.resolve(): rank.board.pid for rank in evidence.ranks if rank.board}
-    return evidence.stop == "host_died" and any(folder_of(pid) == folder for folder, pid in folders.items())
+    return evidence.stop == "host_died" and any(find_folder(pid) == folder for folder, pid in folders.items())
 
 
 def read(folder: Path, *others: Path, sources: bool) -> Evidence | None:
@@ -88,7 +88,7 @@ def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:
         print(f"error: {str(root)!r}: no such folder; give the one that has the runs, as in artifacts", file=sys.stderr)
         return 2
     unread: list[str] = []
-    beyond = runs.surplus(runs.runs_in(root, unread), keep, keep_failed)
+    beyond = runs.surplus(runs.list_runs(root, unread), keep, keep_failed)
     for path in [run.path for run in beyond] if dry_run else runs.delete(beyond):
         print(visible(str(path)))
     if unread:

@@ -145,7 +145,7 @@ class Watcher:
     def _still(self, ranks: list[int]) -> str:
         """Return how long the first of the ranks has not moved; '' if that is no time, or if they are done."""
         waiting = [rank for rank in ranks if self.boards[rank].phase != "done"]
-        seconds = max(map(self.observer.watch.stalled_for, waiting), default=0.0)
+        seconds = max(map(self.observer.watch.measure_stall, waiting), default=0.0)
         return f"  still for {seconds:.0f} s" if seconds >= 2 else ""
 
     def to_json(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Watcher:
                 "rank": rank, "pid": b.pid, "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
                 "module": b.module, "gradients": int(b.numbers["gradients"]), "gone": rank in self.observer.gone,
                 "inside": b.inside[-1].describe() if b.inside else "",
-                "still_s": round(self.observer.watch.stalled_for(rank), 2),
+                "still_s": round(self.observer.watch.measure_stall(rank), 2),
             }
             for rank, b in self.boards.items()
         ]  # fmt: skip

@@ -77,7 +77,7 @@ def decide(verdicts: Mapping[str, Verdict]) -> Decision:
     if refused is not None:
         return refused
     name, first = surest(most_frequent(failed))
-    action, step = advice_of(failed, name, first)
+    action, step = choose_advice(failed, name, first)
     return Decision(sentence=sentence(verdicts, failed, name, first), action=action, path=(step,))
 
 
@@ -163,7 +163,7 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
     return f"{subject}{where}: {first.reason.partition('; ')[0].rstrip('.')}. {share}."
 
 
-def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:
+def choose_advice(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:
     """Return the advice for the verdict ``first``, and the step of the path that led to it."""
     causes = sorted({v.cause for v in failed.values() if v.cause})
     step = f"do the verdicts name one cause? {'yes' if len(causes) == 1 else 'no'}: {', '.join(causes) or 'none'}"
@@ -185,9 +185,9 @@ def count(n: int, noun: str) -> str:
 
 def _counted(verdicts: Mapping[str, Verdict]) -> str:
     """'1 test', '2 scenarios'."""
-    return count(len(verdicts), noun_of(verdicts.values()))
+    return count(len(verdicts), choose_noun(verdicts.values()))
 
 
-def noun_of(verdicts: Iterable[Verdict]) -> str:
+def choose_noun(verdicts: Iterable[Verdict]) -> str:
     """'scenario' where all verdicts are of scenarios, else 'test'."""
     return "scenario" if all(v.scenario for v in verdicts) else "test"

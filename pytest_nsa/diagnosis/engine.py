@@ -20,7 +20,7 @@ from pytest_nsa.diagnosis.facts import (
     signal_text,
     xid_facts,
 )
-from pytest_nsa.diagnosis.labels import labels_of
+from pytest_nsa.diagnosis.labels import make_labels
 from pytest_nsa.diagnosis.rules import (
     absence,
     autograd,
@@ -97,8 +97,8 @@ RULES: tuple[Rule, ...] = (
     exits.unusable,
     exits.init_timeout,
     numbers.nan_loss,
-    wrapped.ordered_otherwise_before,
-    numbers.diverged_before,
+    wrapped.was_ordered_otherwise,
+    numbers.differed_earlier,
     consequences.raised_after_a_skip,
     exits.rank_raised,
     payloads.aborted_in_different_calls,
@@ -154,7 +154,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
     """
     failures: list[Fact] = []
     for rule in rules:
-        name = name_of(rule)
+        name = find_name(rule)
         try:
             finding = rule(evidence)
             finding = replace(finding, rule=name) if finding is not None else None
@@ -180,7 +180,7 @@ def _with_name_of_other(evidence: Evidence, finding: Finding) -> Finding:
     return replace(finding, reason=reason, advice=advice)
 
 
-def name_of(rule: Rule) -> str:
+def find_name(rule: Rule) -> str:
     """Return a rule's name as the registry has it, 'calls.departed'."""
     return f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
 
@@ -229,10 +229,10 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     outcome = _outcome(evidence, finding)
     held = memory_fact(evidence) if outcome == "HANG" else None
     finding = replace(finding, facts=(*finding.facts, *xid_facts(evidence), *([held] if held else [])))
-    caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
+    caller = evidence.sources.with_path(finding.called_from or find_caller(evidence, finding.where))
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
     verdict = _from(finding, job.root, outcome=outcome, machines=machines, called_from=caller, **common)
-    labels = _relative_labels(labels_of(evidence, finding), job.root)
+    labels = _relative_labels(make_labels(evidence, finding), job.root)
     verdict = replace(verdict, labels=labels, because=tuple(s for s in verdict.because if not _IN_A_CALL.fullmatch(s)))
     return replace(verdict, retry="elsewhere") if is_of_the_machine(evidence) else verdict
 
@@ -242,7 +242,7 @@ def _relative_labels(labels: Sequence[Label], root: str) -> tuple[Label, ...]:
     return tuple(replace(label, file=label.file.removeprefix(prefix)) if root else label for label in labels)
 
 
-def caller_of(evidence: Evidence, where: str) -> str:
+def find_caller(evidence: Evidence, where: str) -> str:
     """Return the user's line that called the function of ``where``; '' where that is the test itself, or unknown."""
     for rank in evidence.ranks:
         frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []

@@ -220,7 +220,7 @@ def last_seen(rank: RankEvidence) -> str:
     return last.site if last is not None and last.entered > board.numbers.get("line_time", 0.0) else board.line
 
 
-def found_on(
+def make_finding(
     evidence: Evidence, cause: str, ranks: Sequence[RankEvidence], reason: str, confidence: float, *, certain: bool = False,
     where: str = "", module: str | None = None, facts: tuple[Fact, ...] = (),
 ) -> Finding:  # fmt: skip
@@ -261,10 +261,10 @@ def _owner(parameter: str) -> str:
 
 def awaited(rank: RankEvidence) -> Collective | None:
     """Return the call that a rank waits in; None where it is in none."""
-    return rank.board.waits_in if rank.board is not None else None
+    return rank.board.awaited_call if rank.board is not None else None
 
 
-def awaited_by(ranks: Iterable[RankEvidence]) -> dict[int, Collective]:
+def find_awaited(ranks: Iterable[RankEvidence]) -> dict[int, Collective]:
     """Return, by rank, the call that each of some ranks waits in; without those that are in none."""
     return {rank.rank: call for rank in ranks if (call := awaited(rank)) is not None}
 
@@ -287,7 +287,7 @@ def has_lost_calls(evidence: Evidence) -> bool:
     return any(rank.collectives and rank.collectives[0].index > 0 for rank in evidence.ranks)
 
 
-def calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+def list_earlier_calls(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return the calls that a rank entered before ``at``, in all groups, including sends and receives."""
     return [c for c in evidence.ranks[rank].collectives if c.index < at.index and c.op != NEW_GROUP]
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.diagnosis.facts import found_on, last_seen
+from pytest_nsa.diagnosis.facts import last_seen, make_finding
 from pytest_nsa.diagnosis.rules import absence, calls, messages, stalls
-from pytest_nsa.diagnosis.rules.activity import activity_of
+from pytest_nsa.diagnosis.rules.activity import find_activity
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot, Collective
@@ -70,7 +70,7 @@ def _raised(job: ForeignJob, evidence: Evidence) -> Finding | None:
         return None
     first = min(own)
     ranks = [evidence.ranks[r] for r, error in sorted(own.items()) if error == own[first]]
-    return found_on(evidence, "rank_exception", ranks, own[first], 0.9, certain=len(ranks) < len(evidence.ranks))
+    return make_finding(evidence, "rank_exception", ranks, own[first], 0.9, certain=len(ranks) < len(evidence.ranks))
 
 
 def _died(job: ForeignJob, evidence: Evidence) -> Finding | None:
@@ -79,7 +79,7 @@ def _died(job: ForeignJob, evidence: Evidence) -> Finding | None:
     if not dead:
         return None
     names = ", ".join(f"rank {r.rank} was ended by signal {r.signal}" for r in dead)
-    return found_on(evidence, "rank_died", dead, names, 0.9, certain=len(dead) == 1)
+    return make_finding(evidence, "rank_died", dead, names, 0.9, certain=len(dead) == 1)
 
 
 def _stated(job: ForeignJob, evidence: Evidence) -> Finding | None:
@@ -90,7 +90,7 @@ def _stated(job: ForeignJob, evidence: Evidence) -> Finding | None:
     first = min(known, key=lambda s: (s.kind != "mismatch", len(s.ranks)))
     who = describe_ranks(first.ranks, evidence.job.world_size)
     ranks = [evidence.ranks[r] for r in first.ranks]
-    return found_on(
+    return make_finding(
         evidence, _CAUSES[first.kind], ranks, f"{who}: {first.text}", 0.8, where=first.where or last_seen(ranks[0])
     )
 
@@ -114,7 +114,7 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
         ranks = [evidence.ranks[r] for r in sorted(waited)]
         who = describe_ranks(tuple(sorted(waited)), len(evidence.ranks))
         reason = f"{who} entered {call.op} #{call.number}, which others ended without"
-        return found_on(evidence, "extra_collective", ranks, reason, 0.6, where=_where(call) or last_seen(ranks[0]))
+        return make_finding(evidence, "extra_collective", ranks, reason, 0.6, where=_where(call) or last_seen(ranks[0]))
     missed = min(
         (c for calls_of in waited.values() for c in calls_of if needed[0] in in_waits[c.group]),
         key=lambda c: (c.peer != -1, c.number),
@@ -124,14 +124,14 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     reason = f"{who} never entered {missed.op} #{missed.number}, where others wait"
     if without:
         reason += f"; {describe_ranks(tuple(without), evidence.job.world_size)} left no dump"
-    activity = next((found for rank in ranks if (found := activity_of(rank)) is not None), None)
+    activity = next((found for rank in ranks if (found := find_activity(rank)) is not None), None)
     if activity is not None:
         where = activity.where or last_seen(ranks[0])
-        return found_on(
+        return make_finding(
             evidence, activity.cause, ranks, f"{who}: {activity.description}", activity.confidence, where=where
         )
     where = last_seen(ranks[0]) if ranks[0].stack is not None else _where(missed)
-    return found_on(
+    return make_finding(
         evidence,
         "missing_collective",
         ranks,
@@ -162,7 +162,7 @@ def _behind(job: ForeignJob, evidence: Evidence) -> Finding | None:
     who = describe_ranks(tuple(found), evidence.job.world_size)
     reason = f"{who} completed the fewest calls in each group; in group {group} {of[found[0]]}, others up to {max(of.values())}"
     ranks = [evidence.ranks[r] for r in found]
-    return found_on(evidence, "device_busy", ranks, reason, 0.6, where=last_seen(ranks[0]))
+    return make_finding(evidence, "device_busy", ranks, reason, 0.6, where=last_seen(ranks[0]))
 
 
 def _unknown(evidence: Evidence) -> Finding:

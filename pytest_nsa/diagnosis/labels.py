@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.explain.conditions import names_the_rank
 from pytest_nsa.diagnosis.facts import awaited, last_seen, signal_text
-from pytest_nsa.diagnosis.rules.activity import activity_of
+from pytest_nsa.diagnosis.rules.activity import find_activity
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, Label
 from pytest_nsa.evidence.source import LOCATION
@@ -19,14 +19,14 @@ RAISES = "raises "
 CONDITION = "passed this condition"
 
 
-def labels_of(evidence: Evidence, finding: Finding) -> tuple[Label, ...]:
+def make_labels(evidence: Evidence, finding: Finding) -> tuple[Label, ...]:
     """Return the labels of a finding: the line of each rank that did not pass, the line that is blamed, and the condition above it.
 
     Labels with one text at one line are one label with several ranks. A rank that has ended its test has no line.
     """
     found: dict[tuple[str, str], list[int]] = {}
     for rank in evidence.ranks:
-        where, text = _state_of(rank)
+        where, text = _describe_state(rank)
         rounds = rank.rounds.get(where, "")
         found.setdefault((where, f"{text}, {rounds}" if rounds else text), []).append(rank.rank)
     labels = [_label(where, tuple(ranks), text) for (where, text), ranks in found.items()]
@@ -41,7 +41,7 @@ def _label(where: str, ranks: tuple[int, ...], text: str) -> Label:
     return Label(file=at["file"] if at else "", line=int(at["line"]) if at else 0, ranks=ranks, text=text)
 
 
-def _state_of(rank: RankEvidence) -> tuple[str, str]:
+def _describe_state(rank: RankEvidence) -> tuple[str, str]:
     """Return the line of a rank, as a location, and what it did there."""
     call = awaited(rank)
     within = f" in {call.describe_payload()}" if call is not None else ""
@@ -60,7 +60,7 @@ def _state_of(rank: RankEvidence) -> tuple[str, str]:
         return "", ENDED
     if call is not None:
         return last_seen(rank) or call.site, f"waits here: {call.describe_payload()}"
-    activity = activity_of(rank)
+    activity = find_activity(rank)
     if activity is None:
         return last_seen(rank), "is here"
     return activity.where or last_seen(rank), activity.description

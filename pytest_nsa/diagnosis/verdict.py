@@ -165,7 +165,7 @@ def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
         return f"rank {ranks[0]}"
     if len(ranks) == world_size and world_size > 2:
         return f"all {world_size} ranks"
-    parts = [part for run in runs_of(ranks) for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
+    parts = [part for run in group_runs(ranks) for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
     return "ranks " + (", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else parts[0])
 
 
@@ -207,7 +207,7 @@ def with_name_of_other(text: str, ranks: tuple[int, ...], world_size: int) -> st
     return _THE_OTHERS.sub(named, text)
 
 
-def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+def group_runs(ranks: Iterable[int]) -> list[list[int]]:
     """Return ranks as runs without gaps: [[0, 1, 2], [5]]."""
     runs = itertools.groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
     return [[rank for _, rank in run] for _, run in runs]

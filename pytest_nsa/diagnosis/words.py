@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pytest_nsa.diagnosis.explain.choose import Explanation
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.keys import TERMS as KEYS
-from pytest_nsa.diagnosis.explain.keys import key_of
-from pytest_nsa.diagnosis.explain.locations import parts_of
+from pytest_nsa.diagnosis.explain.keys import get_key
+from pytest_nsa.diagnosis.explain.locations import split_place
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.messages import END, KEY
 from pytest_nsa.diagnosis.explain.source import polled_condition
@@ -68,15 +68,15 @@ def describe_awaited(evidence: Evidence, ranks: tuple[int, ...], calls: Calls, *
     return by_ranks({r: f"waits {doing(evidence.ranks[r])}" for r in ranks}, n)
 
 
-def terms_of(found: Explanation, world_size: int) -> dict[str, float]:
+def list_terms(found: Explanation, world_size: int) -> dict[str, float]:
     """Return the terms of the largest weight as sentences about the side that each describes, with their weights."""
     of_all = _OF_ALL if found.candidate.is_for_all else {}
-    shown = [(name, of_all.get(name) or _words_of(name), gain) for name, gain in found.terms]
+    shown = [(name, of_all.get(name) or _get_words(name), gain) for name, gain in found.terms]
     shown = [(name, words, gain) for name, words, gain in shown if words][:_MOST_TERMS]
     return {stated(found.candidate.about(name), words, world_size): gain for name, words, gain in shown}
 
 
-def _words_of(name: str) -> str:
+def _get_words(name: str) -> str:
     """Return the words of a term. ``name`` is its name in the table of weights."""
     side, _, bare = name.partition(": ")
     return _WORDS.get(side, _WORDS[""]).get(bare or side, "")
@@ -89,7 +89,7 @@ def because(terms: Mapping[str, float]) -> str:
 
 def waits_for_a_key(rank: RankEvidence) -> str:
     """Return that a rank waits for a key, and which."""
-    key = key_of(rank)
+    key = get_key(rank)
     return f"waits for a key of a store that no rank has set{f': {key}' if key else ''}"
 
 
@@ -102,7 +102,7 @@ def race_of_threads(evidence: Evidence, entered: Mapping[int, Collective]) -> st
     if not aside:
         return ""
     who, does = describe_ranks(aside, evidence.job.world_size), "calls" if len(aside) == 1 else "call"
-    functions = {parts_of(place)[2] for rank in aside for place in entered[rank].lines[:1]} - {""}
+    functions = {split_place(place)[2] for rank in aside for place in entered[rank].lines[:1]} - {""}
     names = f" ({' and '.join(sorted(functions))})" if functions else ""
     rest = describe_ranks(tuple(sorted(entered.keys() - {*aside})), evidence.job.world_size)
     return f"; {who} {does} in a side thread{names}, {rest} in the main thread: one group, so the order is a race"
@@ -130,7 +130,7 @@ def step_that_differs(kind: str, event: Mapping[str, object]) -> str:
     return "batch skipped, no backward" if event.get("finite", True) else "batch skipped after NaN, no backward"
 
 
-def rate_of(evidence: Evidence) -> str:
+def describe_rate(evidence: Evidence) -> str:
     """Return the steps that all ranks made, and the time of a step; of a backward without a step before, its progress."""
     boards = [r.board for r in evidence.ranks if r.board is not None]
     steps = min((b.numbers["step"] for b in boards), default=0.0)
@@ -138,10 +138,10 @@ def rate_of(evidence: Evidence) -> str:
     if steps > 1:
         return f"{steps:.0f} steps in {seconds:.1f} s, {seconds / steps:.2f} s a step"
     in_backward = next((r for r in evidence.ranks if r.board is not None and r.board.phase == "backward"), None)
-    return progress_of(in_backward) if in_backward else f"no whole step in {seconds:.1f} s"
+    return describe_progress(in_backward) if in_backward else f"no whole step in {seconds:.1f} s"
 
 
-def progress_of(rank: RankEvidence) -> str:
+def describe_progress(rank: RankEvidence) -> str:
     """Return how far a backward has come and how long it still needs, by the heartbeats of the step."""
     assert rank.board is not None
     n = rank.board.numbers
@@ -184,7 +184,7 @@ def polled(rank: RankEvidence) -> tuple[str, str]:
     return f", while `{condition}`{alone}", advice
 
 
-def awaited_within(frames: Sequence[Frame], source: str) -> str:
+def describe_inner_wait(frames: Sequence[Frame], source: str) -> str:
     """Return what a rank waits for within its process. ``frames`` are those that its innermost line ``source`` called."""
     for file, function, pattern, words in _AWAITED:
         by_frame = any(f.file.endswith(file) and f.function == function for f in frames)

@@ -106,7 +106,7 @@ class Collective:
         """What must be equal on all ranks of the group; without the payload, for operations in which it may differ."""
         if self.op.startswith(UNEVEN):
             return (self.group, self.op, "", 0, self.root, "")
-        return (self.group, _paired_as(self.op), self.dtype, self.count, self.root, self.reduction)
+        return (self.group, _get_pair_name(self.op), self.dtype, self.count, self.root, self.reduction)
 
     @property
     def process_group(self) -> str:
@@ -192,7 +192,7 @@ class BoardSnapshot:
         return self.numbers.get("limit_time", 0.0)
 
     @property
-    def waits_in(self) -> Collective | None:
+    def awaited_call(self) -> Collective | None:
         """The collective that the rank waits in: the one that blocks its main thread, else the oldest it is inside."""
         return self.blocked or (self.inside[0] if self.inside else None)
 
@@ -202,13 +202,13 @@ class BoardSnapshot:
         return tuple(c for c in self.collectives if c.is_inside)
 
 
-def _paired_as(op: str) -> str:
+def _get_pair_name(op: str) -> str:
     """Return one name for methods that backends pair with each other: functional or not, of a list of tensors or of one tensor."""
     bare = op.replace("_", "")
     return next((name for name in _BY_SEVERAL_METHODS if bare.startswith(name) and "coalesced" not in bare), op)
 
 
-def world_of(group: str) -> str:
+def get_world(group: str) -> str:
     """Return the part of a group's label that names another world than the job's; '' where it is the job's."""
     _, mark, place = group.partition(OTHER_WORLD)
     return mark + place
@@ -242,7 +242,7 @@ class BoardReader:
         is no board.
         """
         if self._layout is None:
-            self._layout = _layout_of(os.pread(fd, HEADER, 0))
+            self._layout = _choose_layout(os.pread(fd, HEADER, 0))
         if self._layout is None:
             return None
         ring = self._layout.ring
@@ -260,14 +260,14 @@ class BoardReader:
 
 def learn(header: bytes) -> None:
     """Keep the layout of a board's first page, so that forks of this process need not read it."""
-    _layout_of(header)
+    _choose_layout(header)
 
 
 def read_numbers(path: Path) -> dict[str, float]:
     """Return only the number fields of a board; {} if there is no board."""
     try:
         data = read_bytes(path, 2 * HEADER)
-        layout = _layout_of(data[:HEADER])
+        layout = _choose_layout(data[:HEADER])
         return layout.numbers(data) if layout is not None else {}
     except (OSError, *_DAMAGED):
         return {}
@@ -276,7 +276,7 @@ def read_numbers(path: Path) -> dict[str, float]:
 def masked_board(data: bytes, mask: Callable[[str], str]) -> bytes:
     """Return a board with ``mask`` applied to its texts, each cut to its field; unchanged if it is no board."""
     try:
-        layout = _layout_of(data[:HEADER])
+        layout = _choose_layout(data[:HEADER])
         places = [] if layout is None else layout.texts()
     except _DAMAGED:
         return data
@@ -323,7 +323,7 @@ class _Layout:
 
 
 @functools.lru_cache(maxsize=16)  # one header for all boards of a version
-def _layout_of(header: bytes) -> _Layout | None:
+def _choose_layout(header: bytes) -> _Layout | None:
     """Return None while the header is being written. Raises one of `_DAMAGED`."""
     fields = parse(header.rstrip(b"\0 "))
     return _Layout(fields) if isinstance(fields, dict) else None

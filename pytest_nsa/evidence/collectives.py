@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from pytest_nsa.evidence.board import Collective, world_of
+from pytest_nsa.evidence.board import Collective, get_world
 
 _RUN = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>\d{1,9}))?)?")
 Rings = Mapping[int, tuple[Collective, ...]]
@@ -16,7 +16,7 @@ Members = Callable[[str], Sequence[int]]  # the ranks of a group, by its name
 
 
 @functools.lru_cache(maxsize=256)
-def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     """Return the ranks below ``world_size`` of a group from their recorded form: '0-3,8', or '0-14:2' for every second rank; each
     once, in their order. () for any other text, and for one that was cut off ('0,2,7…').
     """
@@ -67,7 +67,7 @@ def any_can_complete(calls: Iterable[Collective], rings: Rings) -> bool:
 def has_unknown_ranks(call: Collective, rings: Rings) -> bool:
     """Return whether the group of a call is of another world, and some of its ranks have made no call here."""
     came = (any(c.group == call.group for c in ring) for ring in rings.values())
-    return bool(world_of(call.group)) and sum(came) < call.size
+    return bool(get_world(call.group)) and sum(came) < call.size
 
 
 def deadlocked(waits: Mapping[int, Collective], rings: Rings, members: Members) -> dict[int, Collective]:
@@ -85,7 +85,7 @@ def deadlocked(waits: Mapping[int, Collective], rings: Rings, members: Members) 
         stuck = held
 
 
-def waited_for(waits: Mapping[int, Collective], rings: Rings, members: Members) -> set[int]:
+def find_awaited_ranks(waits: Mapping[int, Collective], rings: Rings, members: Members) -> set[int]:
     """Return the ranks that wait for each other: each is missing in the call of another rank of the result."""
     stuck = dict(waits)
     while True:

@@ -14,7 +14,7 @@ FILE = "counters.json"
 LARGEST = 4 << 20  # bytes
 
 
-def counters_of(folder: Path, board: BoardSnapshot | None, until: float) -> Any:
+def read_counters(folder: Path, board: BoardSnapshot | None, until: float) -> Any:
     """Return what counters.json has; None where the rank has entered a call since it was written, and before ``until``."""
     counters = parse(read_text(folder / FILE, LARGEST))
     written = counters.get("time") if isinstance(counters, dict) else None

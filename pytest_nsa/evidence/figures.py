@@ -14,7 +14,7 @@ METRICS = "metrics.jsonl"  # of a training in the test's folder
 MOST = 40  # figures of a test
 
 
-def figures_of(evidence: Evidence) -> dict[str, float]:
+def read_figures(evidence: Evidence) -> dict[str, float]:
     """Return those of these figures that are known:
 
     - ``steps``, ``step_ms`` (the median over the steps, of the slowest rank), its quartiles ``step_ms_low`` and ``step_ms_high``;

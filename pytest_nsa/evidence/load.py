@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
-from pytest_nsa.evidence.collectives import ranks_of
-from pytest_nsa.evidence.counters import counted, counters_of, reported
+from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, get_world
+from pytest_nsa.evidence.collectives import parse_ranks
+from pytest_nsa.evidence.counters import counted, read_counters, reported
 from pytest_nsa.evidence.first_gone import last_beat, mark_first_gone, stalled_until_the_end
 from pytest_nsa.evidence.native import fatal_signal, innermost_symbol, read_abort_message
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
@@ -70,7 +70,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     refused = _first(seen["refused"]).get("reason", "")
     with _collector_paused():
         ranks = tuple(
-            _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
+            _load_rank(_find_folder(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
             for r in range(job.world_size)
         )
     ranks = ranks if host else mark_first_gone(ranks)  # no process watches a training
@@ -126,7 +126,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _folder_of(folders: Sequence[Path], rank: int) -> Path:
+def _find_folder(folders: Sequence[Path], rank: int) -> Path:
     return next((f / f"rank{rank}" for f in folders if (f / f"rank{rank}").is_dir()), folders[0] / f"rank{rank}")
 
 
@@ -176,7 +176,7 @@ def _read_rank(
     board = BoardReader(folder / "board.bin").read()
     if board is not None and raised and not board.numbers.get("blocked_in"):
         board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
-    counters, dump = counters_of(folder, board, woken), _text(folder / "stacks.txt")
+    counters, dump = read_counters(folder, board, woken), _text(folder / "stacks.txt")
     fatal = _text(folder / "fatal.txt")
     frames = reported(counters, "frames", is_counted)
     machine = str(start.get("machine", ""))
@@ -218,8 +218,8 @@ def _read_rank(
         modules=_path(board, parameters.get("modules", ())),
         checksums=folder / "checksums.jsonl",
         parallel=_last(of["parallel"]).get("kind"),
-        groups={e["name"]: members_of(e["ranks"], job.world_size) for e in of["group"]},
-        numbers={world_of(e["name"]): e["number"] for e in of["group"] if "number" in e},
+        groups={e["name"]: list_members(e["ranks"], job.world_size) for e in of["group"]},
+        numbers={get_world(e["name"]): e["number"] for e in of["group"] if "number" in e},
         folder=folder,
         sources=sources,
         backend=job.backend,
@@ -242,9 +242,9 @@ def _read_rank(
             MissingGradients(e["step"], tuple(e["names"]), e["where"]) for e in of["gradients_missing"] if e["names"]
         ),
         ready_orders={e["step"]: e["order"] for e in of["gradients_ready"]},
-        wrapped=tuple(Wrapped.of(e, members_of(e["ranks"], job.world_size)) for e in of["wrapped"]),
+        wrapped=tuple(Wrapped.of(e, list_members(e["ranks"], job.world_size)) for e in of["wrapped"]),
         needs_every_gradient=any(e.get("needs_every_gradient", False) for e in of["parallel"]),
-        gpu=_gpu_of(machine, _first(seen["gpus"]).get("gpus", [])),
+        gpu=_find_gpu(machine, _first(seen["gpus"]).get("gpus", [])),
     )
 
 
@@ -295,17 +295,17 @@ def with_job_numbers(ranks: tuple[RankEvidence, ...]) -> tuple[RankEvidence, ...
 def _renumbered(board: BoardSnapshot | None, of_world: Mapping[str, Mapping[int, int]]) -> BoardSnapshot | None:
     if board is None:
         return None
-    calls = [(c, of_world.get(world_of(c.group), {})) for c in board.collectives]
+    calls = [(c, of_world.get(get_world(c.group), {})) for c in board.collectives]
     renumbered = tuple(replace(c, peer=of.get(c.peer, c.peer), root=of.get(c.root, c.root)) for c, of in calls)
     return replace(board, decode_ring=lambda: renumbered)
 
 
-def members_of(ranks: str | list[int], world_size: int) -> tuple[int, ...]:
+def list_members(ranks: str | list[int], world_size: int) -> tuple[int, ...]:
     """Return the ranks of a group; earlier versions left a list."""
-    return ranks_of(ranks, world_size) if isinstance(ranks, str) else tuple(r for r in ranks if 0 <= r < world_size)
+    return parse_ranks(ranks, world_size) if isinstance(ranks, str) else tuple(r for r in ranks if 0 <= r < world_size)
 
 
-def _gpu_of(machine: str, gpus: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _find_gpu(machine: str, gpus: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the driver's report of the GPU that a rank's machine names ('node5, GPU 2')."""
     _, named, number = machine.partition(", GPU ")
     return next((gpu for gpu in gpus if named and str(gpu.get("index")) == number), {})

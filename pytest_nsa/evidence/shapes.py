@@ -55,12 +55,12 @@ def _number_or_none(value: Any) -> bool:
     return value is None or is_number(value)
 
 
-def _list_of(check: Check) -> Check:
+def _check_list(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def _ranks(value: Any) -> bool:
-    return is_text(value) or _list_of(_int)(value)
+    return is_text(value) or _check_list(_int)(value)
 
 
 def _numbers_by_name(value: Any) -> bool:
@@ -88,7 +88,12 @@ def _places(value: Any) -> bool:
 
 def is_counted(value: Any) -> bool:
     """Return whether a value is a frame with the counters of its loops, the locations of its generators, and its exceptions."""
-    fields = {"at": is_text, "counters": is_map, "streams?": _list_of(is_text), "errors?": _list_of(_is_kept_error)}
+    fields = {
+        "at": is_text,
+        "counters": is_map,
+        "streams?": _check_list(is_text),
+        "errors?": _check_list(_is_kept_error),
+    }
     return is_map(value) and has(value, fields)
 
 
@@ -98,7 +103,7 @@ def _is_kept_error(value: Any) -> bool:
 
 _STALL: dict[str, Check] = {
     "stalled_s?": is_number, "stood_still_s?": is_number,
-    "moved?": is_flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
+    "moved?": is_flag, "moved_ranks?": _check_list(_int), "waits_s?": is_number, "reason?": is_text,
     "by?": is_text,
     "beat_age_s?": _numbers_by_name,
 }  # fmt: skip
@@ -112,7 +117,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "standing": _STALL,  # its name until verdict schema 2
     "sampled": {"beat_age_s?": _numbers_by_name},
     "native": {"rank": _int, "absent": is_text},
-    "gpus": {"gpus": _list_of(is_map)},
+    "gpus": {"gpus": _check_list(is_map)},
     "xid": {"gpu": _int, "xid": _int}, "appeared": {"rank": _int, "path": is_text, "written": is_number},
     "gone": {"rank": _int},
     "told": {"of": _int, "kind": is_text, "file": is_text, "says": is_text},
@@ -123,11 +128,11 @@ EVENTS: dict[str, dict[str, Check]] = {
         "below_cpu_share?": is_number,
         "written_per_s?": is_number, "gil_wait_ms?": is_number,
         "unread_bytes?": is_number, "unsent_bytes?": is_number, "sockets?": is_number, "wchan": is_text,
-        "children?": _list_of(is_text), "ended?": _list_of(is_text),
-        "wants_cpu?": is_flag, "held_by?": _list_of(_int), "locked_by?": _list_of(_int), "waits_for_lock?": is_text,
-        "open_and_locked?": is_text, "holds_locks?": _list_of(is_text),
+        "children?": _check_list(is_text), "ended?": _check_list(is_text),
+        "wants_cpu?": is_flag, "held_by?": _check_list(_int), "locked_by?": _check_list(_int), "waits_for_lock?": is_text,
+        "open_and_locked?": is_text, "holds_locks?": _check_list(is_text),
     },
-    "start": {"notes?": _list_of(is_text), "machine?": is_text, "memory_mib?": is_number, "libraries?": _list_of(is_text)},
+    "start": {"notes?": _check_list(is_text), "machine?": is_text, "memory_mib?": is_number, "libraries?": _check_list(is_text)},
     "done": {"passed": is_flag, "pid?": _int, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},
     "pytest_exit": {"reason": is_text, "returncode?": _int},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
@@ -135,20 +140,20 @@ EVENTS: dict[str, dict[str, Check]] = {
     "exception": {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
-        "raised_in?": is_text, "chain?": _list_of(_list_of(is_text)), "in_loader?": is_flag, "network?": is_text,
-        "missing?": is_text, "stack?": _places, "counters?": _list_of(is_counted),
+        "raised_in?": is_text, "chain?": _check_list(_check_list(is_text)), "in_loader?": is_flag, "network?": is_text,
+        "missing?": is_text, "stack?": _places, "counters?": _check_list(is_counted),
     },
     "thread_exception": {
         "whose": is_text, "type": is_text, "message": is_text, "where": is_text, "raised_in": is_text, "future": _int,
     },
     "future_asked": {"future": _int},
-    "parameters": {"names": _list_of(is_text), "modules?": _list_of(is_text)},
+    "parameters": {"names": _check_list(is_text), "modules?": _check_list(is_text)},
     "warning": {"category?": is_text, "message?": is_text},
     "left_thread": {"name": is_text, "where": is_text},
     "left_running": {"command": is_text},
     "parallel": {"kind": is_text, "needs_every_gradient?": is_flag},
-    "gradients_missing": {"step": _int, "names": _list_of(is_text), "where": is_text},
-    "wrapped": {"where": is_text, "ranks": _ranks, "parameters": _list_of(is_text)},
+    "gradients_missing": {"step": _int, "names": _check_list(is_text), "where": is_text},
+    "wrapped": {"where": is_text, "ranks": _ranks, "parameters": _check_list(is_text)},
     "gradients_ready": {"step": _int, "order": _int},
     "anomaly": {"kind": is_text, "step": _int},
     "key_set": {"key": is_text, "where": is_text, "number?": _int},
@@ -158,10 +163,11 @@ EVENTS: dict[str, dict[str, Check]] = {
 # What a stalled rank wrote of itself; `handles` and `asyncio` may be empty.
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
-    "keys?": _key_uses, "keys_awaited?": _key_uses, "lines?": _list_of(is_text),
+    "keys?": _key_uses, "keys_awaited?": _key_uses, "lines?": _check_list(is_text),
     "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
-    "asyncio?": lambda value: is_map(value)
-    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_is_error)})),
+    "asyncio?": lambda value: is_map(value) and (
+        not value or has(value, {"tasks": _check_list(is_text), "timers": _int, "files": _int, "failed?": _check_list(_is_error)})
+    ),
 }  # fmt: skip
 XFAIL: dict[str, Check] = {"reason": is_text, "strict": is_flag, "any": is_flag, "expects": is_flag}
 REPORT: dict[str, Check] = {

@@ -80,10 +80,10 @@ class Sources:
     def around(self, location: str) -> tuple[ast.stmt, ...]:
         """Return the statements that enclose ``file:line in function``, outermost first; () where its source is not kept."""
         if location not in self._around:
-            self._around[location] = self._look_around(location)
+            self._around[location] = self._find_around(location)
         return self._around[location]
 
-    def _look_around(self, location: str) -> tuple[ast.stmt, ...]:
+    def _find_around(self, location: str) -> tuple[ast.stmt, ...]:
         match = LOCATION.match(location)
         snippet = self._snippet(match["file"], int(match["line"])) if match else None
         if match is None or snippet is None:

@@ -121,7 +121,7 @@ class ThreadStack:
         return any(f.function in _JOINS and f.file.endswith(_JOIN_FILES) for f in self._library_frames)
 
     @property
-    def joins_at(self) -> Frame | None:
+    def join_frame(self) -> Frame | None:
         """The line that joins a thread or waits for a future's result; None if it does not."""
         below = (f for f in self.frames if not f.file.endswith(_JOIN_FILES))
         return next(below, None) if self.waits_for_a_thread else None

@@ -86,9 +86,9 @@ class Pair:
 
     def shared(self, flow: Flow, calls: Sequence[Call]) -> list[Key]:
         """Return what must be equal of some calls: of those on groups of both ranks, and between the two."""
-        return [key for call in calls if (key := self.key_of(flow, call)) is not None]
+        return [key for call in calls if (key := self.get_key(flow, call)) is not None]
 
-    def key_of(self, flow: Flow, call: Call) -> Key | None:
+    def get_key(self, flow: Flow, call: Call) -> Key | None:
         """Return what must be equal of a call; None of one that does not concern the other rank."""
         other = self.other.rank if flow is self.one else self.one.rank
         if call.kind not in self.kinds:
@@ -173,7 +173,7 @@ class Pair:
             self.noted.append(Parting("value", (a, b), (i, j)))
 
     def _call(self, flow: Flow, frame: Frame, index: int, number: int) -> Call:
-        return [call for call in frame.calls[index] if self.key_of(flow, call) is not None][number]
+        return [call for call in frame.calls[index] if self.get_key(flow, call) is not None][number]
 
     def _callees(self, a: Frame, i: int, b: Frame, j: int, depth: int) -> Parting | None:
         """Return where the ranks part in the frames that a statement called. They are matched by name."""
@@ -201,18 +201,18 @@ class Pair:
 
     def _concerns(self, flow: Flow, frame: Frame) -> bool:
         """Return whether a frame began a call that concerns the other rank, or is still open."""
-        return frame.is_open or bool(self.shared(flow, frame.calls_from(-1)))
+        return frame.is_open or bool(self.shared(flow, frame.list_calls(-1)))
 
     def _are_roles(self, a: Frame, i: int, b: Frame, j: int) -> bool:
         """Return whether ranks that do not meet again have different parts: each began calls, and those of both fit so far."""
-        mine, others = self._calls_from(self.one, a, i), self._calls_from(self.other, b, j)
+        mine, others = self._list_calls_after(self.one, a, i), self._list_calls_after(self.other, b, j)
         if min(len(mine), len(others)) < 2:
             return False
         mine, others = ([c for c in calls if c.kind in COLLECTIVES] for calls in (mine, others))
         return self.shared(self.one, mine) == self.shared(self.other, others)
 
-    def _calls_from(self, flow: Flow, frame: Frame, index: int) -> list[Call]:
-        before = len(frame.calls_from(-1, index))
+    def _list_calls_after(self, flow: Flow, frame: Frame, index: int) -> list[Call]:
+        before = len(frame.list_calls(-1, index))
         return flow.calls.get(frame.thread, [])[frame.begun_at + before :]
 
     def _other_message(self, a: Frame, i: int, b: Frame, j: int) -> Parting | None:
@@ -220,7 +220,7 @@ class Pair:
         for (k, mine), (m, others) in zip(
             self._calls_by_line(self.one, a, i), self._calls_by_line(self.other, b, j), strict=False
         ):
-            if self.key_of(self.one, mine) != self.key_of(self.other, others):
+            if self.get_key(self.one, mine) != self.get_key(self.other, others):
                 is_message = {mine.kind, others.kind} == MESSAGES
                 return Parting("argument", (a, b), (k, m), (mine, others)) if is_message else None
         return None
@@ -228,11 +228,11 @@ class Pair:
     def _calls_by_line(self, flow: Flow, frame: Frame, index: int) -> Iterator[tuple[int, Call]]:
         """Yield the calls that concern the other rank from a line on, each with the index of its line."""
         for k in range(index, len(frame.lines)):
-            yield from ((k, call) for call in frame.calls.get(k, ()) if self.key_of(flow, call) is not None)
+            yield from ((k, call) for call in frame.calls.get(k, ()) if self.get_key(flow, call) is not None)
 
     def _began_the_same(self, a: Frame, i: int, i2: int, b: Frame, j: int, j2: int) -> bool:
         """Return whether both began the same shared calls from a statement on until they meet."""
-        return self.shared(self.one, a.calls_from(i, i2)) == self.shared(self.other, b.calls_from(j, j2))
+        return self.shared(self.one, a.list_calls(i, i2)) == self.shared(self.other, b.list_calls(j, j2))
 
     def _parting(self, source: Source, a: Frame, i: int, b: Frame, j: int) -> Parting:
         node = source.statement(a.lines[i])

@@ -106,7 +106,7 @@ def find_first(
     if not found:
         return None
     number = Counter(parting.statement for parting, _ in found)
-    first = min(found, key=lambda f: (_calls_before(f), -number[f[0].statement]))[0].statement
+    first = min(found, key=lambda f: (_count_calls(f), -number[f[0].statement]))[0].statement
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
     return _described(here, [pair for parting, pair in found if parting.statement != first])
 
@@ -143,11 +143,11 @@ def _noted(pair: Pair) -> list[Parting]:
     return [*pair.noted, *([last] if last is not None else [])]
 
 
-def _calls_before(found: tuple[Parting, Pair]) -> int:
+def _count_calls(found: tuple[Parting, Pair]) -> int:
     """Return how many calls of both ranks had begun before they parted."""
     parting, pair = found
     frame, at = parting.frames[0], parting.at[0]
-    begun = frame.begun_at + len(frame.calls_from(-1, at))
+    begun = frame.begun_at + len(frame.list_calls(-1, at))
     return len(pair.shared(pair.one, pair.one.calls.get(frame.thread, [])[:begun]))
 
 

@@ -78,7 +78,7 @@ class Frame:
         """What identifies its function."""
         return self.file, self.name, self.first, self.checksum
 
-    def calls_from(self, begin: int, end: int | None = None) -> list[Call]:
+    def list_calls(self, begin: int, end: int | None = None) -> list[Call]:
         """Return the calls that the lines of the indices from ``begin`` to before ``end`` began, in their order."""
         return [
             call

@@ -56,7 +56,7 @@ def parse_dump(data: bytes) -> dict[str, Any] | None:
     return found if is_one else None
 
 
-def rank_of(path: Path, dump: dict[str, Any]) -> int | None:
+def read_rank(path: Path, dump: dict[str, Any]) -> int | None:
     """Return a dump's rank: as it states, else the last number in the file's name, else in its folder's; None without any."""
     if isinstance(dump.get("rank"), int):
         return int(dump["rank"])
@@ -79,7 +79,7 @@ def add_dump(job: ForeignJob, number: int, dump: dict[str, Any]) -> None:
     entries = _objects(dump.get("entries"))[-MOST_CALLS:]
     names: dict[str, str] = {}  # the counters name a group by a number that only entries map
     for entry in entries:
-        group = _group_of(entry)
+        group = _get_group(entry)
         names[str(entry.get("pg_id"))] = group
         call = _call(entry, group)
         if call is not None:
@@ -109,7 +109,7 @@ def _group_name(name: Any, description: Any) -> str:
     return "0" if description == "default_pg" else str(name)
 
 
-def _group_of(entry: dict[str, Any]) -> str:
+def _get_group(entry: dict[str, Any]) -> str:
     group = entry.get("process_group", entry.get("pg_name", ("0", "")))
     if isinstance(group, list | tuple) and group:
         return _group_name(group[0], group[1] if len(group) > 1 else "")

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pytest_nsa.foreign.dumps import LARGEST, add_dump, is_dump, parse_dump, rank_of
-from pytest_nsa.foreign.logs import add_log, lines_of
+from pytest_nsa.foreign.dumps import LARGEST, add_dump, is_dump, parse_dump, read_rank
+from pytest_nsa.foreign.logs import add_log, read_lines_of
 from pytest_nsa.foreign.stacks import is_stack_text, read_stacks
-from pytest_nsa.foreign.texts import is_analysis, read_analysis, world_size_in
+from pytest_nsa.foreign.texts import find_world_size, is_analysis, read_analysis
 from pytest_nsa.foreign.values import ForeignJob
 from pytest_nsa.wire.files import open_to_read
 
@@ -62,7 +62,7 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _read(job: ForeignJob, path: Path, versions: set[str]) -> list[str]:
     """Add a file to a job; return its kinds of evidence."""
-    number = _number_in(path)
+    number = _find_number(path)
     descriptor, size = open_to_read(path, follow=True)
     with os.fdopen(descriptor, "rb") as file:
         head = file.read(4096)
@@ -70,7 +70,7 @@ def _read(job: ForeignJob, path: Path, versions: set[str]) -> list[str]:
             dump = parse_dump(head + file.read(LARGEST))
             if dump is None:
                 return []
-            rank = rank_of(path, dump)
+            rank = read_rank(path, dump)
             if rank is None:
                 raise ValueError("no rank is in its name: rename it, as dump_0")
             add_dump(job, rank, dump)
@@ -85,7 +85,7 @@ def _read(job: ForeignJob, path: Path, versions: set[str]) -> list[str]:
             if kinds:
                 return kinds
         file.seek(0)
-        return [f"log with {kind}" for kind in sorted(add_log(job, lines_of(file), number))]
+        return [f"log with {kind}" for kind in sorted(add_log(job, read_lines_of(file), number))]
 
 
 def _read_text(job: ForeignJob, path: Path, text: str, number: int | None) -> list[str]:
@@ -98,12 +98,12 @@ def _read_text(job: ForeignJob, path: Path, text: str, number: int | None) -> li
                 kinds.append("text of stacks")
     elif is_analysis(text):
         job.statements += read_analysis(text)
-        job.world_size = max(job.world_size, world_size_in(text))
+        job.world_size = max(job.world_size, find_world_size(text))
         kinds.append("text of an analyzer")
     return kinds
 
 
-def _number_in(path: Path) -> int | None:
+def _find_number(path: Path) -> int | None:
     found = _RANK_IN_NAME.search(path.name) or _RANK_IN_NAME.search(path.parent.name)
     return int(found[1]) if found else int(path.stem) if path.stem.isdecimal() else None
 

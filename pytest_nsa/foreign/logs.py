@@ -76,7 +76,7 @@ class _State:
     found: set[str] = field(default_factory=set)
 
 
-def lines_of(file: BinaryIO) -> Iterator[str]:
+def read_lines_of(file: BinaryIO) -> Iterator[str]:
     """Yield the lines of a log that may have evidence, each at most 64 KiB long, without colours.
 
     A terminal may have broken a watchdog's line within its parentheses: the parts are one line.

@@ -21,7 +21,7 @@ def is_analysis(text: str) -> bool:
     return bool(_MISSING.search(text) or _CULPRITS.search(text) or _LAUNCHED.search(text))
 
 
-def world_size_in(text: str) -> int:
+def find_world_size(text: str) -> int:
     """Return the number of ranks that an analyzer's text names; 0 where it names none."""
     return max((int(found[1]) for found in _WORLD.finditer(text)), default=0)
 

@@ -51,11 +51,13 @@ class AnnounceDelay:
         if finding.ends_the_test:
             return True
         boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
-        waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
+        find_awaited_ranks = any(
+            r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks
+        )
         all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
         works = self.at_work or finding.cause in ENDING or may_act(evidence)
         works = works or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
-        least = AT_WORK_S if works or not (waited_for or all_wait) else WAITED_FOR_S
+        least = AT_WORK_S if works or not (find_awaited_ranks or all_wait) else WAITED_FOR_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 
 
@@ -64,7 +66,7 @@ def may_act(evidence: Evidence) -> bool:
     joins a thread with a time limit.
     """
     alive = [rank for rank in evidence.ranks if not rank.finished]
-    joins = (thread.joins_at for rank in alive for thread in rank.threads if thread.is_main)
+    joins = (thread.join_frame for rank in alive for thread in rank.threads if thread.is_main)
     return _has_a_limit(joins, evidence) or any(rank.threads_at_work for rank in alive)
 
 
@@ -109,8 +111,8 @@ def announcement(found: Finding, test: str, who: str, seconds: float, what: str,
     return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {reason} ({what})"
 
 
-def stalled_for(found: Finding, watch: ProgressWatch) -> float:
+def measure_stall(found: Finding, watch: ProgressWatch) -> float:
     """Return for how many seconds the ranks of a suspicion have not moved; if they move, how long others have waited."""
     if found.cause in MOVING:
         return watch.longest_wait
-    return min((watch.stalled_for(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)
+    return min((watch.measure_stall(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)

@@ -61,7 +61,7 @@ def with_label_sources(evidence: Evidence, verdict: Verdict) -> Evidence:
     return replace(evidence, sources=record_sources(evidence.folder, files, evidence.sources))
 
 
-def verdict_on(evidence: Evidence, *, again: bool = False, below: Path | None = None) -> Verdict:
+def make_verdict(evidence: Evidence, *, again: bool = False, below: Path | None = None) -> Verdict:
     """Return the verdict that the folder of evidence records: a session had rules that this process may lack.
 
     Without one, or ``again``, return that of the package's rules. ``below``: where sources may be read; None: anywhere.
@@ -93,10 +93,10 @@ def _note_files_that_appeared(evidence: Evidence) -> bool:
 
 
 def _figures(evidence: Evidence) -> dict[str, float]:
-    from pytest_nsa.evidence.figures import figures_of
+    from pytest_nsa.evidence.figures import read_figures
 
     try:
-        return figures_of(evidence)
+        return read_figures(evidence)
     except (ValueError, TypeError, LookupError, ArithmeticError):
         return {}  # what a test has recorded or written costs no verdict
 
@@ -112,9 +112,9 @@ def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
     if stalled is not None:
         listed = (f"  - MISSING: {name}" for name in stalled.missing)
         logs[stalled.rank] = itertools.chain(logs[stalled.rank], listed)
-    with _text_of(folder / "traces.log") as traces:
+    with _open_text(folder / "traces.log") as traces:
         traces.writelines(f"{line}\n" for line in merge(logs))
-    with _text_of(folder / "output.log") as output:
+    with _open_text(folder / "output.log") as output:
         for rank in evidence.ranks:
             prefix = f"[rank {rank.rank}] " if several else ""
             output.writelines(f"{prefix}{line}\n" for line in _lines(rank.folder / "output.log"))
@@ -125,7 +125,7 @@ def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
 
 
 @contextlib.contextmanager
-def _text_of(path: Path) -> Iterator[IO[str]]:
+def _open_text(path: Path) -> Iterator[IO[str]]:
     with replacing(path) as fd, open(fd, "w", encoding="utf-8", closefd=False) as file:
         yield file
 

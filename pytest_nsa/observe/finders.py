@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.system.procfs import stat_of, text_of
+from pytest_nsa.system.procfs import read_proc_text, read_stat
 
 _BOARD = re.compile(r"(/\S.*)/rank(\d+)/board\.bin$")
 _SAME_JOB = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
-def folder_of(pid: int, rank: int | None = None) -> Path | None:
+def find_folder(pid: int, rank: int | None = None) -> Path | None:
     """Return the folder of the board of a rank (None: of any) that a process has mapped; None if it maps no board, or is another
     user's.
     """
-    lines = text_of(Path(f"/proc/{pid}/maps")).splitlines()
+    lines = read_proc_text(Path(f"/proc/{pid}/maps")).splitlines()
     found = (match for line in lines if (match := _BOARD.search(line)))
     return next((Path(match[1]) for match in found if rank is None or int(match[2]) == rank), None)
 
@@ -31,14 +31,14 @@ def living_ranks(folder: Path, boards: Mapping[int, BoardSnapshot]) -> dict[int,
     """
     found = {}
     for rank, board in boards.items():
-        mapped = folder_of(board.pid, rank) if board.phase != "done" else None
+        mapped = find_folder(board.pid, rank) if board.phase != "done" else None
         with contextlib.suppress(OSError):  # a file that has gone
             if mapped is not None and (mapped / f"rank{rank}").samefile(folder / f"rank{rank}"):
                 found[rank] = board.pid
     return found
 
 
-def jobs_in(base: Path) -> list[Path]:
+def list_jobs(base: Path) -> list[Path]:
     """Return the folders of jobs that tests have started, also those of a pytest that a test runs."""
     # os.walk passes over what is deleted while it looks: such a pytest deletes its own jobs.
     return sorted(Path(at, name) for at, names, _ in os.walk(base) for name in names if name.startswith("job-"))
@@ -58,7 +58,7 @@ def launched_ranks(pid: int) -> dict[int, int]:
         variables = _variables(other)
         rank = variables.get("RANK", "")
         if rank.isdecimal() and all(variables.get(name) == mine.get(name) for name in _SAME_JOB):
-            fields = stat_of(other)
+            fields = read_stat(other)
             ranks.setdefault(int(rank), {})[other] = int(fields[1]) if fields else 0
     return {
         rank: next((p for p, parent in sorted(found.items()) if parent not in found), min(found))

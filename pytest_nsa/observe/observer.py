@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.observe.announcements import AnnounceDelay, may_act, stalled_for
+from pytest_nsa.observe.announcements import AnnounceDelay, may_act, measure_stall
 from pytest_nsa.observe.finders import living_ranks
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.native import dump_where_useful
@@ -154,13 +154,13 @@ class Observer:
         if found is not None and found.ends_the_test and may_act(evidence):
             found = replace(found, certain=False, is_permanent=False)
         self.is_due = found is not None and (
-            self._delay.is_due(found, evidence, self.watch.past, stalled_for(found, self.watch)) or bool(self.gone)
+            self._delay.is_due(found, evidence, self.watch.past, measure_stall(found, self.watch)) or bool(self.gone)
         )
         self.at_work = self._delay.at_work
         return found
 
     def _record_suspicion(self, found: Finding) -> None:
-        seconds = stalled_for(found, self.watch)
+        seconds = measure_stall(found, self.watch)
         with contextlib.suppress(OSError):
             append_line(
                 self._suspicions,

@@ -92,7 +92,7 @@ class ProgressWatch:
             if number.isdecimal() and int(number) not in self.readers:
                 self.readers[int(number)] = BoardReader(path)
 
-    def stalled_for(self, rank: int) -> float:
+    def measure_stall(self, rank: int) -> float:
         """Seconds since a rank moved."""
         return monotonic() - self._moves.get(rank, monotonic())
 

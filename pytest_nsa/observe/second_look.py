@@ -14,7 +14,7 @@ from typing import Any
 from pytest_nsa.evidence.stacks import CHILD_MARK
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.system.disk_space import ignore_full_disk
-from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
+from pytest_nsa.system.procfs import catches, difference, is_runnable, list_children, look_at
 from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append, read_text, touch
 from pytest_nsa.wire.messages import DUMP_SIGNAL
@@ -109,7 +109,7 @@ def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
     Only those that inherited the rank's handler get the signal: it would end any other process.
     """
     for rank, pid in pids.items():
-        for child in children_of(pid)[:MAX_CHILDREN]:
+        for child in list_children(pid)[:MAX_CHILDREN]:
             if not catches(child, DUMP_SIGNAL):
                 continue
             with ignore_full_disk():

@@ -37,7 +37,7 @@ class RanksRun:
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
-    _ended_by: str = ""
+    _ended_in_wrap: str = ""
     _looked_at_threads: float = 0.0
     _thread_at_work: bool = False
 
@@ -92,7 +92,7 @@ class RanksRun:
             now = monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
-            if failed_at and self._nothing_to_wait_for(now - failed_at):
+            if failed_at and self._has_no_wait(now - failed_at):
                 return "failed"
             reason = self._never_ends()
             if reason and not self._may_act(now):
@@ -150,7 +150,7 @@ class RanksRun:
         """Return the process ids of the ranks that have not ended, by rank."""
         return {rank: pid for rank, pid in zip(self.ranks, self.pids, strict=False) if rank not in self.statuses}
 
-    def _nothing_to_wait_for(self, since_failure: float) -> bool:
+    def _has_no_wait(self, since_failure: float) -> bool:
         """Return whether to stop the other ranks of a failed test: after a while, or sooner if they only wait."""
         if since_failure >= self.limits.after_failure:
             return True
@@ -166,19 +166,19 @@ class RanksRun:
         for rank, status in self.launcher.exits(timeout).items():
             self.statuses[rank] = status
             code = os.waitstatus_to_exitcode(status)
-            by_us = bool(self._ended_by) and rank not in self.launcher.lost
+            by_us = bool(self._ended_in_wrap) and rank not in self.launcher.lost
             note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
 
     def _stop(self, reason: str, by: str = "") -> None:
         self.observer.stop(reason, self._alive(), by=by, signal=self._signal, more=self.more)
-        self._ended_by = reason
+        self._ended_in_wrap = reason
 
     def _signal(self, rank: int, number: int) -> None:
-        self._ended_by = self._ended_by or "stop"  # a rank that ends from now on, ends by this
+        self._ended_in_wrap = self._ended_in_wrap or "stop"  # a rank that ends from now on, ends by this
         self.launcher.signal(rank, number)
 
     def _kill(self) -> None:
-        self._ended_by = self._ended_by or "cleanup"
+        self._ended_in_wrap = self._ended_in_wrap or "cleanup"
         if len(self.statuses) < len(self.pids) or (self.job.stay and not self._may_stay()):
             self.launcher.kill()
         deadline = monotonic() + KILL_WAIT_S

@@ -190,7 +190,7 @@ def _is_of_a_backward(error: BaseException) -> bool:
     )
 
 
-def _hook_of(ctx: RankContext) -> WrapByHook:
+def _find_hook(ctx: RankContext) -> WrapByHook:
     """Return a function that calls the hook pytest_nsa_wrap_model."""
     config = ctx.config
     if config is None:
@@ -212,12 +212,12 @@ def make_group(ctx: RankContext) -> Group:
 
 def make_ddp(ctx: RankContext) -> DDP:
     """Return the fixture `ddp` of a rank."""
-    return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph, wrap_by_hook=_hook_of(ctx))
+    return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph, wrap_by_hook=_find_hook(ctx))
 
 
 def make_fsdp(ctx: RankContext) -> FSDP:
     """Return the fixture `fsdp` of a rank."""
-    return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version, wrap_by_hook=_hook_of(ctx))
+    return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version, wrap_by_hook=_find_hook(ctx))
 
 
 def make_trace(ctx: RankContext) -> Trace:

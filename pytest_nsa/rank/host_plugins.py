@@ -66,7 +66,7 @@ def host_plugins(config: pytest.Config) -> list[HostPlugin]:
     on_host, in_ranks = named_plugins(config)
     manager = config.pluginmanager
     loaded = [(name, plugin) for name, plugin in manager.list_name_plugin() if plugin is not None]
-    origins = {id(plugin): origin_of(config, plugin) for _, plugin in loaded}
+    origins = {id(plugin): find_origin(config, plugin) for _, plugin in loaded}
     names: dict[str, set[str]] = {}
     with_fixtures = set()
     for name, plugin in loaded:
@@ -123,7 +123,7 @@ def _implemented(config: pytest.Config, plugin: object) -> Iterator[tuple[str, b
                 yield caller.name, bool(implementation.wrapper or implementation.hookwrapper)
 
 
-def _module_of(plugin: object) -> str:
+def _get_module(plugin: object) -> str:
     """Return the name of the module that a plugin is, or that defines it."""
     return (
         plugin.__name__
@@ -132,29 +132,29 @@ def _module_of(plugin: object) -> str:
     )
 
 
-def _file_of(plugin: object) -> Path | None:
-    module = plugin if isinstance(plugin, ModuleType) else sys.modules.get(_module_of(plugin))
+def _get_file(plugin: object) -> Path | None:
+    module = plugin if isinstance(plugin, ModuleType) else sys.modules.get(_get_module(plugin))
     file = getattr(module, "__file__", None)
     return Path(file) if file else None
 
 
 def _is_conftest(plugin: object) -> bool:
-    file = _file_of(plugin)
+    file = _get_file(plugin)
     return file is not None and file.name == "conftest.py"
 
 
 def is_installed(config: pytest.Config, plugin: object) -> bool:
     """Return whether a plugin is installed, and not part of the repository under test."""
-    file = _file_of(plugin)
+    file = _get_file(plugin)
     return file is not None and ("site-packages" in file.parts or not file.is_relative_to(config.rootpath))
 
 
-def origin_of(config: pytest.Config, plugin: object) -> str:
+def find_origin(config: pytest.Config, plugin: object) -> str:
     """Return the package, module or path that a plugin comes from; equal for all plugins of one package."""
-    file = _file_of(plugin)
+    file = _get_file(plugin)
     if file is not None and _is_conftest(plugin):
         return file.relative_to(config.rootpath).as_posix() if file.is_relative_to(config.rootpath) else str(file)
-    module = _module_of(plugin)
+    module = _get_module(plugin)
     return module.partition(".")[0] if is_installed(config, plugin) or module.startswith("_pytest.") else module
 
 

@@ -110,14 +110,14 @@ def restore_own_error(call: pytest.CallInfo[Any]) -> bool:
         return True
     cause = error.__cause__
     if cause is None:
-        call.excinfo = _info_of(pytest.fail.Exception(str(error), pytrace=False))
+        call.excinfo = _make_info(pytest.fail.Exception(str(error), pytrace=False))
         return False
     for note in getattr(error, "__notes__", ()):  # hypothesis writes the falsifying example there
         cause.add_note(note)
-    call.excinfo = _info_of(cause)
+    call.excinfo = _make_info(cause)
     return True
 
 
-def _info_of(error: BaseException) -> pytest.ExceptionInfo[BaseException]:
+def _make_info(error: BaseException) -> pytest.ExceptionInfo[BaseException]:
     """Return pytest's own form of an exception, as its versions before 7.4 make it, too."""
     return pytest.ExceptionInfo.from_exc_info((type(error), error, error.__traceback__))  # type: ignore[arg-type]

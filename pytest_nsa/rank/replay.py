@@ -76,7 +76,7 @@ def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
     item = items.get(job.nodeid)
     if item is None:
         raise LookupError(f"{job.nodeid}: was not collected by the process that starts the ranks")
-    path, line = marks.place_of(item)
+    path, line = marks.find_place(item)
     return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{line} in {item.name}")
 
 
@@ -175,8 +175,8 @@ def _is_expected(error: BaseException, raises: Any) -> bool:
     return bool(matches(error)) if matches is not None else isinstance(error, raises)
 
 
-def _frame_of(item: pytest.Item) -> traceback.FrameSummary:
-    return traceback.FrameSummary(*marks.place_of(item), item.name, lookup_line=False)
+def _make_frame(item: pytest.Item) -> traceback.FrameSummary:
+    return traceback.FrameSummary(*marks.find_place(item), item.name, lookup_line=False)
 
 
 def _suite_properties(config: pytest.Config) -> list[tuple[str, Any]]:
@@ -264,7 +264,7 @@ class RankRecorder:
             reason = _torch_skip_reason(error)
             if reason:
                 self._record_left("skipped", reason, error)
-                report.outcome, report.longrepr = "skipped", (*marks.place_of(item), f"Skipped: {reason}")
+                report.outcome, report.longrepr = "skipped", (*marks.find_place(item), f"Skipped: {reason}")
             elif isinstance(error, pytest.skip.Exception):
                 self._record_left("skipped", str(error.msg), error)
             elif isinstance(error, pytest.xfail.Exception):
@@ -287,7 +287,7 @@ class RankRecorder:
 
     def _record_failure(self, item: pytest.Item, error: BaseException, phase: str, is_of_a_plugin: bool) -> None:
         """Record what failed a phase: of pytest or a plugin at the place that its text names, or at the test."""
-        place = _first_named(item, str(error)) or _frame_of(item) if is_of_a_plugin else None
+        place = _first_named(item, str(error)) or _make_frame(item) if is_of_a_plugin else None
         record_exception(self.ctx.folder, error, phase, place)
 
     def _record_left(self, event: str, reason: str, error: BaseException) -> None:

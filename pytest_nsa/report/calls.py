@@ -15,7 +15,7 @@ MOST_GROUPS = 6
 Column = dict[int, Collective]  # by rank
 
 
-def columns_of(evidence: Evidence) -> dict[str, dict[int, Column]]:
+def make_columns(evidence: Evidence) -> dict[str, dict[int, Column]]:
     """Return collectives by group, number and rank; sends and receives are excluded, as they pair by peer and tag."""
     found: dict[str, dict[int, Column]] = {}
     for rank in evidence.ranks:
@@ -33,7 +33,7 @@ def is_whole(column: Column) -> bool:
 
 def call_tables(evidence: Evidence) -> Iterator[Markup]:
     """Yield a table per group in which ranks differ, else the one of the group that was used last."""
-    groups = columns_of(evidence)
+    groups = make_columns(evidence)
     uneven = [name for name, columns in groups.items() if not all(map(is_whole, columns.values()))]
     latest = max(groups, key=lambda n: max(c.entered for col in groups[n].values() for c in col.values()), default=None)
     for name in uneven[:MOST_GROUPS] or ([latest] if latest is not None else []):
@@ -85,9 +85,9 @@ def _usual(column: Column) -> Collective:
     return next(c for c in column.values() if c.shape == most)
 
 
-def waits_for(evidence: Evidence) -> dict[int, set[int]]:
+def find_waits(evidence: Evidence) -> dict[int, set[int]]:
     """Return, by rank, the ranks that it waits for: members of the group of its call that have not entered this call."""
-    groups = columns_of(evidence)
+    groups = make_columns(evidence)
     found: dict[int, set[int]] = {}
     for rank in evidence.ranks:
         for c in rank.board.inside if rank.board is not None and not rank.finished else ():

@@ -13,7 +13,7 @@ MOST_STEPS = 3
 _LONG = re.compile(r"-?\d+\.\d{6,}(e[-+]\d+)?")  # a number with more digits than a reader needs
 
 
-def divergence_of(verdict: Verdict) -> FirstDivergence | None:
+def read_divergence(verdict: Verdict) -> FirstDivergence | None:
     """Return the first divergence that a verdict holds; None without one, or for one that cannot be read."""
     try:
         return FirstDivergence.from_json(verdict.first_divergence) if verdict.first_divergence else None
@@ -23,7 +23,7 @@ def divergence_of(verdict: Verdict) -> FirstDivergence | None:
 
 def describe_causes(verdict: Verdict) -> list[str]:
     """Return the lines that the terminal shows below the frame: where each value was set; [] without a divergence."""
-    found = divergence_of(verdict)
+    found = read_divergence(verdict)
     if found is None:
         return []
     out = [f"  diverged in {found.within}"] if found.within else []
@@ -37,7 +37,7 @@ def describe_causes(verdict: Verdict) -> list[str]:
 
 def divergence_table(verdict: Verdict) -> Markup | None:
     """Return the statement at which the ranks parted, with a column for each side, and what set the values; None without one."""
-    found = divergence_of(verdict)
+    found = read_divergence(verdict)
     if found is None or not (found.because or len(found.values) > 1):
         return None  # the labels have all of it
     sides = list(found.outcomes.items())

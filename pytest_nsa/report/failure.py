@@ -18,7 +18,7 @@ from pytest_nsa.report.frame import build_frame, read_code
 from pytest_nsa.report.lanes import lanes
 from pytest_nsa.report.markup import Markup, row, table, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
-from pytest_nsa.report.perfetto import trace_of
+from pytest_nsa.report.perfetto import build_trace
 from pytest_nsa.report.stack_tree import stack_tree
 from pytest_nsa.report.summary import RETRY, Entry
 from pytest_nsa.report.terminal import consequence, excerpt, number_ranks, short_place
@@ -53,7 +53,7 @@ def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
             tag("button", "Open in Perfetto", type="button", data_perfetto=True),
             " ", tag("a", TRACE, href=f"{folder}/{TRACE}"), " ", tag("a", "folder", href=f"{folder}/"), class_="quiet",
         ),
-        tag("script", _json(trace_of(evidence)), type="application/json", class_="trace"),
+        tag("script", _json(build_trace(evidence)), type="application/json", class_="trace"),
         class_=f"failure {v.outcome}", id=anchor(entry), data_name=entry.name,
     )  # fmt: skip
 

@@ -44,12 +44,12 @@ def build_frame(verdict: Verdict) -> list[LabelledLine]:
     """
     if all(label.text.startswith(RAISES) or not label.line for label in verdict.labels):
         return []
-    own = file_of(verdict)
+    own = get_file(verdict)
     lines = list_lines(verdict, verdict.labels[:MOST_LABELS])
     return sorted(lines, key=lambda of: (not of.line, of.file != own, of.file, of.line))
 
 
-def file_of(verdict: Verdict) -> str:
+def get_file(verdict: Verdict) -> str:
     """Return the file of the verdict's line; '' without one."""
     return verdict.where.rpartition(":")[0]
 
@@ -65,7 +65,7 @@ def frame_text(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
 
     Further notes on a line, and ranks without a line, have a line each. Lines of the verdict's file come without its name.
     """
-    lines, file = build_frame(verdict), file_of(verdict)
+    lines, file = build_frame(verdict), get_file(verdict)
     width = max((len(str(of.line)) for of in lines if of.line), default=1)
     codes = _dedented(lines, evidence)
     column = min(max(map(len, codes), default=0), CODE) + _GAP

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from pytest_nsa.diagnosis.decision import Decision, count, noun_of
+from pytest_nsa.diagnosis.decision import Decision, choose_noun, count
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
@@ -43,7 +43,7 @@ def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: 
             if interrupted
             else None,
             tag("h1", _title(entries, decision)),
-            *_decided(failed, decision, noun_of(e.verdict for e in entries)),
+            *_decided(failed, decision, choose_noun(e.verdict for e in entries)),
             tag("p", *_counts(entries), class_="counts"),
             _table(entries, failed, decision),
         ),
@@ -74,7 +74,7 @@ def _title(entries: list[Entry], decision: Decision) -> str:
     failed = sum(e.verdict.failed for e in entries)
     if not failed:
         return short_place(decision.sentence)
-    noun = noun_of(e.verdict for e in entries)
+    noun = choose_noun(e.verdict for e in entries)
     where = "" if noun == "scenario" else " on ranks"  # pytest counts further tests
     return f"{failed} of {count(len(entries), noun)}{where} fail{'s' if failed == 1 else ''}"
 
@@ -107,7 +107,7 @@ def _table(entries: list[Entry], failed: list[Entry], decision: Decision) -> Mar
     keys = tag("p", "j and k: the next failure, and the one before", class_="quiet keys") if len(failed) > 1 else None
     return tag(
         "div",
-        table((noun_of(e.verdict for e in entries), "rank", "cause", "where", *more, "seconds"), rows, "list"),
+        table((choose_noun(e.verdict for e in entries), "rank", "cause", "where", *more, "seconds"), rows, "list"),
         keys,
     )
 

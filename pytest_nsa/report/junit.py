@@ -24,7 +24,7 @@ def merge(target: Path, own: Path, launch: str, rank: int) -> None:
     for suite in suites:
         _mark(suite, launch, rank)
     with _locked(target):
-        others = (suite for suite in _suites_of(target) if _property(suite, _LAUNCH) == launch)
+        others = (suite for suite in _read_suites(target) if _property(suite, _LAUNCH) == launch)
         suites += [suite for suite in others if _property(suite, _RANK) != str(rank)]
         suites.sort(key=lambda suite: int(_property(suite, _RANK) or 0))
         root = ET.Element("testsuites", tree.getroot().attrib)
@@ -49,7 +49,7 @@ def _property(suite: ET.Element, name: str) -> str:
     return found.get("value", "") if found is not None else ""
 
 
-def _suites_of(target: Path) -> list[ET.Element]:
+def _read_suites(target: Path) -> list[ET.Element]:
     try:
         return [*ET.parse(target).getroot().iter("testsuite")]
     except (OSError, ET.ParseError):  # none yet, or a file that is about to be replaced

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.evidence.values import Evidence, RankEvidence
-from pytest_nsa.report.calls import Column, columns_of, is_whole, waits_for
+from pytest_nsa.report.calls import Column, find_waits, is_whole, make_columns
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.perfetto import first_seen, phase_spans
 from pytest_nsa.report.terminal import number_ranks, short_place
@@ -44,7 +44,7 @@ class Axis:
         return LEFT + WIDTH - self.width + self.width * min(1.0, (time - after) / max(1e-3, self.end - after))
 
 
-def axis_of(evidence: Evidence) -> Axis:
+def make_axis(evidence: Evidence) -> Axis:
     """Return the axis of a test: from its first call or heartbeat to its last sign of life; a long start is folded."""
     beats = [b["time"] for r in evidence.ranks for b in r.heartbeats]
     ends = [*beats, evidence.stop_time, *(r.exit_time for r in evidence.ranks)]
@@ -62,7 +62,7 @@ def axis_of(evidence: Evidence) -> Axis:
 
 def lanes(evidence: Evidence, culprits: Sequence[int]) -> Markup:
     """Return the drawing."""
-    axis, count = axis_of(evidence), len(evidence.ranks)
+    axis, count = make_axis(evidence), len(evidence.ranks)
     height, gap = (26, 8) if count <= 8 else (13, 3) if count < HEAT else (5, 1)
     whole = count * (height + gap) + 24
     parts: list[Markup] = []
@@ -76,7 +76,7 @@ def lanes(evidence: Evidence, culprits: Sequence[int]) -> Markup:
             parts.append(tag("text", label, x=0, y=y + min(17, height + 2), class_="culprit" if is_culprit else None))
     if count < HEAT:
         parts += _ticks(evidence, axis, height, gap)
-    waits = waits_for(evidence)
+    waits = find_waits(evidence)
     parts += _arrows(evidence, waits, height, gap)
     parts += _scale(axis, whole - 6)
     label = f"{count} ranks over {axis.end - axis.begin:.1f} seconds"
@@ -134,7 +134,7 @@ def _lane(
     moved = last_moved(rank)
     if evidence.stop and rank.by_us and moved:
         x, width = axis.x(moved), max(0.0, axis.x(rank.exit_time or axis.end) - axis.x(moved))
-        place = short_place(place_of(rank))
+        place = short_place(find_place(rank))
         title = f"rank {rank.rank} stalled for {max(0.0, evidence.stop_time - moved):.1f} s at {place}"
         yield tag("rect", tag("title", title), x=x, y=y, width=width, height=height, fill="url(#still)")
         if width > 300 and height > 20:
@@ -153,7 +153,7 @@ def _spans(rank: RankEvidence, evidence: Evidence, end: float) -> list[tuple[flo
 def _ticks(evidence: Evidence, axis: Axis, height: float, gap: float) -> Iterator[Markup]:
     """Yield the last collectives: a tick where a rank entered one, joined to the next rank's; red where they differ."""
     index_of = {rank.rank: index for index, rank in enumerate(evidence.ranks)}
-    columns = [c for group in columns_of(evidence).values() for c in group.values()]
+    columns = [c for group in make_columns(evidence).values() for c in group.values()]
     columns = [c for c in columns if all(axis.begin <= call.entered <= axis.end for call in c.values())]
     for column in sorted(columns, key=_latest)[-TICKS:]:
         whole = is_whole(column)
@@ -227,7 +227,7 @@ def last_moved(rank: RankEvidence) -> float:
     return max(rank.board.numbers["phase_time"], *(c.entered for c in rank.board.collectives), 0.0)
 
 
-def place_of(rank: RankEvidence) -> str:
+def find_place(rank: RankEvidence) -> str:
     """Return the rank's location by its stack, else by its board; '' without both."""
     frame = rank.stack.user_frame if rank.stack is not None else None
     return frame.describe() if frame is not None else rank.board.line if rank.board is not None else ""

@@ -13,7 +13,7 @@ NAME = "perfetto.json"
 _PHASES, _COLLECTIVES = 0, 1
 
 
-def trace_of(evidence: Evidence) -> dict[str, Any]:
+def build_trace(evidence: Evidence) -> dict[str, Any]:
     """Return the trace: microseconds since the ranks were started; a process per rank, a track per kind, and an arrow from each
     rank's collective to the same one of the next rank.
     """
@@ -23,7 +23,7 @@ def trace_of(evidence: Evidence) -> dict[str, Any]:
 
 def write_trace(folder: Path, evidence: Evidence) -> None:
     """Write the trace into the folder of the evidence."""
-    write_json(folder / NAME, trace_of(evidence))
+    write_json(folder / NAME, build_trace(evidence))
 
 
 def _flows(evidence: Evidence) -> Iterator[dict[str, Any]]:

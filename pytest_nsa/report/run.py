@@ -15,7 +15,7 @@ from typing import Any
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import summary
-from pytest_nsa.report.traces import missing_in
+from pytest_nsa.report.traces import find_missing
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
 from pytest_nsa.wire.files import append, read_bytes, read_object, read_text, write_atomically, write_json
@@ -90,7 +90,7 @@ def write_reports(
     from pytest_nsa.report import html
 
     entries = summary.read_entries(run)
-    decision = left or summary.decision_of(entries, decide)
+    decision = left or summary.make_decision(entries, decide)
     write_json(run / DECISION, decision.to_json(), indent=1)
     write_environment(run, gpus)
     _write_lists(run, entries)
@@ -122,7 +122,7 @@ def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
     try:
         return Decision.from_json(json.loads(read_bytes(run / DECISION)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return summary.decision_of(entries)
+        return summary.make_decision(entries)
 
 
 def _write_lists(run: Path, entries: list[summary.Entry]) -> None:
@@ -131,7 +131,7 @@ def _write_lists(run: Path, entries: list[summary.Entry]) -> None:
     for entry in entries:
         lines = read_text(run / entry.folder / "traces.log").splitlines() if entry.folder else []
         buckets += [f"{entry.name} {line}\n" for line in lines if line.startswith("[DDP] ")]
-        found = missing_in(lines, entry.verdict.world_size)
+        found = find_missing(lines, entry.verdict.world_size)
         missing += [f"{entry.name} {name} rank={ranks}\n" for name, ranks in found.items()]
         # Without the logs the ranks are unknown.
         missing += [f"{entry.name} {name}\n" for name in entry.verdict.parameters_missing if name not in found]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pytest_nsa.evidence.shapes import Check, has, is_count, is_flag, is_map, is_number, is_schema, is_text
 from pytest_nsa.report.summary import VERDICTS
-from pytest_nsa.system.disk_space import owner_in
+from pytest_nsa.system.disk_space import find_owner
 from pytest_nsa.system.folder_removal import has_mounts, remove_tree
 from pytest_nsa.wire.files import read_lines, read_object, write_json
 from pytest_nsa.wire.messages import SCHEMA
@@ -71,7 +71,7 @@ def finish(run: Path, failed: int, *, interrupted: bool) -> None:
     write_json(run / FINISHED, facts)
 
 
-def runs_in(root: Path, unread: list[str] | None = None) -> list[Run]:
+def list_runs(root: Path, unread: list[str] | None = None) -> list[Run]:
     """Return the runs in an artifacts folder, the newest first; other folders are skipped.
 
     A run that cannot be read is skipped, too, and a sentence on it is added to ``unread``.
@@ -106,7 +106,7 @@ def _read(path: Path) -> Run | None:
 
 
 def in_short(unread: list[str]) -> str:
-    """Return on one line what `runs_in` could not read."""
+    """Return on one line what `list_runs` could not read."""
     return unread[0] + (f", and {len(unread) - 1} more" if len(unread) > 1 else "")
 
 
@@ -114,7 +114,7 @@ def surplus(runs: list[Run], keep: int, keep_failed: int = KEPT_FAILED) -> list[
     """Return the user's finished runs beyond the ``keep`` newest, and beyond the ``keep_failed`` newest of those that failed."""
     finished, ours = [run for run in runs if run.finished], {os.getuid()}
     if not ours.issuperset(run.owner for run in finished):
-        ours.add(owner_in(finished[0].path.parent))
+        ours.add(find_owner(finished[0].path.parent))
     finished = [run for run in finished if run.owner in ours]
     kept = {run.path for run in finished[:keep]} | {run.path for run in [r for r in finished if r.failed][:keep_failed]}
     return [run for run in finished if run.path not in kept]

@@ -45,12 +45,12 @@ def read_entries(run: Path) -> list[Entry]:
         except (ValueError, TypeError, AttributeError):
             continue  # an incomplete line: the writer was killed
         name = data.get("folder")
-        folder = name if isinstance(name, str) and _is_folder_of(run, name) else ""
+        folder = name if isinstance(name, str) and _is_test_folder(run, name) else ""
         entries[verdict.scenario or verdict.nodeid] = Entry(folder=folder, verdict=verdict)
     return list(entries.values())
 
 
-def _is_folder_of(run: Path, name: str) -> bool:
+def _is_test_folder(run: Path, name: str) -> bool:
     """Return whether a name is that of a folder directly in the run: a path, or a link, may lead elsewhere."""
     try:
         return Path(name).name == name != ".." and stat.S_ISDIR((run / name).lstat().st_mode)
@@ -61,7 +61,7 @@ def _is_folder_of(run: Path, name: str) -> bool:
 Decide = Callable[[Mapping[str, Verdict]], Decision]
 
 
-def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
+def make_decision(entries: list[Entry], decide: Decide = decide) -> Decision:
     """Return the decision over a run's scenarios; over all its tests if it ran no scenarios, or if only other tests failed."""
     everything = {e.name: e.verdict for e in entries}
     scenarios = {name: v for name, v in everything.items() if v.scenario}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.verdict import SECOND_RUN, Verdict, runs_of
+from pytest_nsa.diagnosis.verdict import SECOND_RUN, Verdict, group_runs
 from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
@@ -117,7 +117,7 @@ def failures_of_ranks(verdict: Verdict, evidence: Evidence) -> list[str]:
 
 def number_ranks(ranks: list[int]) -> str:
     """'rank 3', 'ranks 0-3', 'ranks 0, 2-5'."""
-    runs = runs_of(ranks)
+    runs = group_runs(ranks)
     text = ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}{', ' if len(r) == 2 else '-'}{r[-1]}" for r in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
@@ -130,12 +130,12 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
     grouped: dict[str, tuple[list[int], str]] = {}
     is_all_that_is_known = verdict.rule == "exits.only_victims"
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
-        for key, text in _failures_of(rank, in_full=is_all_that_is_known):
+        for key, text in _list_failures(rank, in_full=is_all_that_is_known):
             grouped.setdefault(key, ([], text))[0].append(rank.rank)
     yield from grouped.values()
 
 
-def _failures_of(rank: RankEvidence, *, in_full: bool) -> Iterator[tuple[str, str]]:
+def _list_failures(rank: RankEvidence, *, in_full: bool) -> Iterator[tuple[str, str]]:
     """Yield the texts of a rank's failures, each after the part of it that equal ones have in common.
 
     ``in_full``: also those that are a consequence of another rank's failure.
@@ -202,30 +202,30 @@ def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
         if stack:
             stacks.setdefault(stack, []).append(rank)
     for stack, ranks in stacks.items():
-        rounds = {f"> {visible(short_place(place))}": words for place, words in _rounds_of(ranks).items()}
+        rounds = {f"> {visible(short_place(place))}": words for place, words in _list_rounds(ranks).items()}
         lines = [f"{line}   {rounds[line]}" if line in rounds else line for line in stack.splitlines()]
         yield f"stack of {number_ranks([rank.rank for rank in ranks])}", visible("\n".join(lines))
 
 
-def _rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
+def _list_rounds(ranks: list[RankEvidence]) -> dict[str, str]:
     """Return the counters of the loops that ranks are in, in words, by location."""
     values: dict[str, dict[str, list[int]]] = {}
     for rank in ranks:
         for place, words in rank.rounds.items():
             values.setdefault(place, {}).setdefault(words, []).append(rank.rank)
-    return {place: words for place, ranks_of in values.items() if (words := counters_text(ranks_of))}
+    return {place: words for place, parse_ranks in values.items() if (words := counters_text(parse_ranks))}
 
 
-def counters_text(ranks_of: dict[str, list[int]]) -> str:
+def counters_text(parse_ranks: dict[str, list[int]]) -> str:
     """Return the counters of several ranks as text: 'step = 3', or 'step = 3 on ranks 0-2; step = 4 on rank 3'; '' for more than
-    `MAX_STACK` different texts. ``ranks_of``: the ranks by text.
+    `MAX_STACK` different texts. ``parse_ranks``: the ranks by text.
     """
-    if len(ranks_of) > MAX_STACK:
+    if len(parse_ranks) > MAX_STACK:
         return ""
     return (
-        next(iter(ranks_of))
-        if len(ranks_of) == 1
-        else "; ".join(f"{s} on {number_ranks(r)}" for s, r in ranks_of.items())
+        next(iter(parse_ranks))
+        if len(parse_ranks) == 1
+        else "; ".join(f"{s} on {number_ranks(r)}" for s, r in parse_ranks.items())
     )
 
 
@@ -267,12 +267,12 @@ def excerpt(path: Path) -> str:
     size = status.st_size
     with path.open("rb") as file:
         if size > 2 * READ_BYTES:
-            lines = _lines_in(file.read(READ_BYTES))
+            lines = _split_lines(file.read(READ_BYTES))
             file.seek(size - READ_BYTES)
-            rest = _lines_in(file.read(READ_BYTES))[1:]  # the first has lost its beginning
+            rest = _split_lines(file.read(READ_BYTES))[1:]  # the first has lost its beginning
             omitted = f"most of {size >> 10} KiB"
         else:
-            lines = _lines_in(file.read(2 * READ_BYTES))
+            lines = _split_lines(file.read(2 * READ_BYTES))
             rest = lines[MAX_HEAD_LINES:]
             omitted = f"{len(rest) - MAX_OUTPUT_LINES} lines"
             if len(rest) <= MAX_OUTPUT_LINES:
@@ -281,5 +281,5 @@ def excerpt(path: Path) -> str:
     return "\n".join([*lines[:MAX_HEAD_LINES], middle, *rest[-MAX_OUTPUT_LINES:]])
 
 
-def _lines_in(data: bytes) -> list[str]:
+def _split_lines(data: bytes) -> list[str]:
     return [line[:MAX_LINE] for line in data.decode(errors="replace").splitlines()]

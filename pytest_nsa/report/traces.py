@@ -10,8 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from pytest_nsa.diagnosis.verdict import runs_of
-from pytest_nsa.evidence.collectives import ranks_of
+from pytest_nsa.diagnosis.verdict import group_runs
+from pytest_nsa.evidence.collectives import parse_ranks
 
 # Reports that each rank makes of itself. The lines of buckets name their rank; all others concern the whole test.
 _OF_EACH_RANK = ("[GRAD-TRACE]", "[MODULE-BWD]", "  - MISSING: ")
@@ -44,14 +44,14 @@ def _reports(lines: Iterable[str]) -> Iterator[tuple[str, ...]]:
         yield tuple(report)
 
 
-def missing_in(lines: Iterable[str], world_size: int) -> dict[str, str]:
+def find_missing(lines: Iterable[str], world_size: int) -> dict[str, str]:
     """Return the parameters that a merged log names as missing, with the ranks: '1', '0,2-7'."""
     found: dict[str, set[int]] = {}
     for match in filter(None, map(_MISSING.match, lines)):
-        found.setdefault(match[2], set()).update(ranks_of(match[1], world_size) if match[1] else range(world_size))
+        found.setdefault(match[2], set()).update(parse_ranks(match[1], world_size) if match[1] else range(world_size))
     return {name: listed(ranks) for name, ranks in found.items()}
 
 
 def listed(ranks: Iterable[int]) -> str:
     """Return '1', '0,1' or '0-5,8'."""
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs_of(ranks))
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in group_runs(ranks))

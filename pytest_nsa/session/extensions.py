@@ -76,7 +76,7 @@ class Extensions:
         if self.scenarios and not (run / SCENARIOS).exists():
             write_json(run / SCENARIOS, self.scenarios, indent=1)
 
-    def name_of(self, item: pytest.Item) -> str:
+    def find_name(self, item: pytest.Item) -> str:
         """Return the name that a hook gives a test's folder; '' without one."""
         found = self._call("pytest_nsa_artifact_name", item=item)
         return found if isinstance(found, str) else ""

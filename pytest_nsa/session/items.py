@@ -149,7 +149,7 @@ class Ranked(pytest.Function):
             del evidence, found  # the traceback keeps this frame
             raise failure
         if evidence.ranks and all(rank.skipped is not None for rank in evidence.ranks):
-            self.stash[skipped_key] = self._place_of(str(evidence.ranks[0].left.get("where", "")))
+            self.stash[skipped_key] = self._find_place(str(evidence.ranks[0].left.get("where", "")))
             pytest.skip(evidence.ranks[0].skipped or "skipped")
         if found.mark is not None:
             self.stash[xfailed_key] = Xfail(found.mark.reason, True, found.mark.strict, None)
@@ -224,19 +224,19 @@ class Ranked(pytest.Function):
 
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
         """Return the report's text, in a form that keeps its first line separate for the short summary, also through xdist."""
-        path, line = self._place_of(error.verdict.where)
+        path, line = self._find_place(error.verdict.where)
         place = ReprFileLocation(path, line, terminal.brief(error.verdict, self.path))
         entry = ReprEntryNative([error.report + "\n"])
         return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
 
-    def _place_of(self, where: str) -> tuple[str, int]:
+    def _find_place(self, where: str) -> tuple[str, int]:
         """Return file and line for tools (annotations, editors): those of ``where`` in the repository, else the test's."""
         match = LOCATION.match(where)
         if match is not None:
             path = self.config.rootpath / match["file"]
             if path.is_file() and path.is_relative_to(self.config.rootpath) and "site-packages" not in path.parts:
                 return str(path), int(match["line"])
-        return marks.place_of(self)
+        return marks.find_place(self)
 
 
 class RankedTestCase(Ranked, TestCaseFunction):

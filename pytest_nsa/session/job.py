@@ -12,14 +12,14 @@ import pytest
 
 from pytest_nsa import marked
 from pytest_nsa.session.bisect import Variation
-from pytest_nsa.session.needs import Needs, tracing_of
+from pytest_nsa.session.needs import Needs, read_tracing
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.leases import Lease
 from pytest_nsa.wire.messages import Job, plain_nodeid
 
 
-def job_of(
+def make_job(
     item: pytest.Function,
     folder: Path,
     needs: Needs,
@@ -39,7 +39,7 @@ def job_of(
     their failures mean. Ranks that are reused stay if the next test needs the same (``next_needs``). ``debugger`` is the name
     of the socket that lends the terminal, or ''.
     """
-    name = scenario_of(item, tried)
+    name = get_scenario(item, tried)
     return Job(
         nodeid=plain_nodeid(item.nodeid),
         scenario=name,
@@ -65,19 +65,19 @@ def job_of(
         in_use=tuple(path for lease in leases.values() for path in lease.in_use),
         debugger=debugger,
         debug_rank=settings.debug_rank,
-        body=_file_of(item),
-        hash_seeds=marked.hash_seeds_of(item, needs.world_size),
-        **tracing_of(item, settings),
+        body=_get_file(item),
+        hash_seeds=marked.get_hash_seeds(item, needs.world_size),
+        **read_tracing(item, settings),
     )
 
 
-def _file_of(item: pytest.Function) -> str:
+def _get_file(item: pytest.Function) -> str:
     """Return the file that defines the test's function; for a method of a base class, it may be in an installed package."""
     code = getattr(inspect.unwrap(item.function), "__code__", None)
     return code.co_filename if code is not None else ""
 
 
-def scenario_of(item: pytest.Function, tried: Variation | None) -> str:
+def get_scenario(item: pytest.Function, tried: Variation | None) -> str:
     """Return the scenario that a test is; '' for any other test, and for a run of a bisection."""
     name: str = "" if tried is not None else marked.value(item, "scenario", "")
     return name

@@ -130,7 +130,7 @@ def _check_choice(function: Any, name: str, value: object, known: Sequence[str])
         raise ValueError(f"launch({function.__qualname__}, {name}={value!r}): must be one of {', '.join(known)}")
 
 
-def artifacts_of(request: pytest.FixtureRequest) -> Path:
+def find_artifacts(request: pytest.FixtureRequest) -> Path:
     """Return the value of the fixture `artifacts`."""
     rank = current_rank()
     if rank is not None:

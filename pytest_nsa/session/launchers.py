@@ -22,7 +22,7 @@ from pytest_nsa.settings import COLD_JOB, child_environment
 from pytest_nsa.system.children import kill_dead_ranks_groups
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.prctl import die_with, kill_group
-from pytest_nsa.system.tcp import hold_ports, numbers_of
+from pytest_nsa.system.tcp import hold_ports, list_numbers
 from pytest_nsa.wire.files import open_to_append, write_atomically
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 from pytest_nsa.wire.protocols import LaunchError, UnfitError
@@ -177,7 +177,7 @@ class ColdLauncher:
             folder = job.rank_folder(rank)
             folder.mkdir(exist_ok=True)
             spec = folder / "cold.json"
-            write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "ports": numbers_of(self._held)}))
+            write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "ports": list_numbers(self._held)}))
             seed = {"PYTHONHASHSEED": str(job.hash_seeds[rank])} if job.hash_seeds else {}
             variables = {**self.variables, COLD_JOB: str(spec), **seed}
             self._ranks[rank] = start_pytest(self.arguments, self.cwd, folder / "output.log", variables)

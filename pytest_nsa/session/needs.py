@@ -39,10 +39,10 @@ class Needs:
         return not self.is_cold and not self.gpus and not self.cores and self.device == "cpu"
 
 
-def needs_of(item: pytest.Item, settings: Settings) -> Needs:
+def read_needs(item: pytest.Item, settings: Settings) -> Needs:
     """Return what a test on ranks needs."""
     default = marked.DEFAULT_WORLD_SIZE if settings.outer is None else settings.outer.world_size
-    world_size = marked.size_of(item, default)
+    world_size = marked.get_size(item, default)
     gpu = item.get_closest_marker("gpu")
     gpus = 0 if gpu is None else gpu.kwargs.get("count") or min(world_size, settings.gpus)
     on_gpu = gpu is not None and not settings.fake_gpus
@@ -59,28 +59,28 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
         device="cuda" if on_gpu else "cpu",
         gpus=gpus,
         share_gpus=gpu is not None and gpu.kwargs.get("share", False),
-        gpu_memory=0 if gpu is None else marked.memory_of(gpu) or 0,
+        gpu_memory=0 if gpu is None else marked.get_memory(gpu) or 0,
         cores=cores,
         reuse=marked.reuse_scope(item),
         is_cold=item.get_closest_marker("hash_seeds") is not None,
-        environment=marked.environment_of(item),
+        environment=marked.get_environment(item),
     )
 
 
-def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
+def read_tracing(item: pytest.Item, settings: Settings) -> dict[str, Any]:
     """Return how a test's models are shared and traced, as fields of Job."""
     return {
         "parallel": next((name for name in ("ddp", "fsdp") if marked.takes(item, name)), "none"),
         "static_graph": item.get_closest_marker("static_graph") is not None,
         "fsdp_version": settings.fsdp_version,
-        "traces": marked.traces_of(item),
+        "traces": marked.get_traces(item),
         "check_divergence": settings.check_divergence or item.get_closest_marker("check_divergence") is not None,
     }
 
 
 def why_not_light(item: pytest.Item, settings: Settings) -> str:
     """Return that a test asks for what this run's level of tracing does not record; '' where it does not."""
-    if settings.traces_lightly and tracing_of(item, settings)["check_divergence"]:
+    if settings.traces_lightly and read_tracing(item, settings)["check_divergence"]:
         return "check_divergence needs what NSA_TRACE_LEVEL=light does not record: unset it"
     return ""
 

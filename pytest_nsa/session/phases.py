@@ -134,7 +134,7 @@ def unexplained(phases: Phases, verdict: Verdict) -> tuple[Failure, ...]:
 
 def _failures(rank: RankEvidence, verdict: Verdict, mark: Mark | None) -> Iterable[Failure]:
     """Yield a rank's failed phases; last, the one of which it has left no report."""
-    reports = _reports_of(rank)
+    reports = _read_reports(rank)
     for name, entry in reports.items():
         if entry["report"].get("outcome") == "failed":
             yield Failure(rank=rank, phase=name, mark=_mark(entry), follows=_only_waited(rank, verdict))
@@ -154,7 +154,7 @@ def _with_a_cause(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return tuple(replace(f, follows=False) if follow else f for f in failures)
 
 
-def _reports_of(rank: RankEvidence) -> dict[Phase, dict[str, Any]]:
+def _read_reports(rank: RankEvidence) -> dict[Phase, dict[str, Any]]:
     """Return the last report of each phase, in their order; a failed subtest counts for its test's call."""
     found: dict[Phase, dict[str, Any]] = {}
     for entry in rank.reports:
@@ -189,7 +189,7 @@ def _only_waited(rank: RankEvidence, verdict: Verdict) -> bool:
 
 def _of_the_passed(evidence: Evidence) -> Mark | None:
     """Return a mark xfail that a rank reported with its passed call, a strict one first."""
-    found = [_mark(_reports_of(rank).get("call", {})) for rank in evidence.ranks]
+    found = [_mark(_read_reports(rank).get("call", {})) for rank in evidence.ranks]
     return max((m for m in found if m is not None), key=lambda m: m.strict, default=None)
 
 

@@ -378,7 +378,7 @@ def _raised(call: pytest.CallInfo[None]) -> BaseException | None:
 def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
     """Name the newest that was cut off; delete those beyond the ``keep`` newest, unless it is 0."""
     unread: list[str] = []
-    found = runs.runs_in(folder.path.parent, unread)
+    found = runs.list_runs(folder.path.parent, unread)
     if unread:
         folder.report(f"{short_path(folder.path.parent)}: left alone: {runs.in_short(unread)}")
     for path in runs.cut_off(found)[:1]:

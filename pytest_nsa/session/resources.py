@@ -98,7 +98,7 @@ def lacks_gpu(item: pytest.Item, settings: Settings) -> str:
 
 
 def _lacks_gpu_memory(mark: pytest.Mark, settings: Settings) -> str:
-    wanted = marked.memory_of(mark)
+    wanted = marked.get_memory(mark)
     has = gpu_memory(settings) if wanted else 0
     if not wanted or not has or wanted <= has:
         return ""

@@ -26,10 +26,10 @@ from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.group import Group
 from pytest_nsa.session.interrupts import signals_key
-from pytest_nsa.session.job import job_of, scenario_of
+from pytest_nsa.session.job import get_scenario, make_job
 from pytest_nsa.session.launcher import RunLauncher
 from pytest_nsa.session.masking import mask_files, shown_ids
-from pytest_nsa.session.needs import Needs, needs_of
+from pytest_nsa.session.needs import Needs, read_needs
 from pytest_nsa.session.phases import Phases, fold, static_mark
 from pytest_nsa.session.plugins import lines_by_test
 from pytest_nsa.session.recorder import Recorder
@@ -96,7 +96,7 @@ class RankRunner:
         ``values`` are those of host fixtures; ``tried`` is what a bisection changes, and ``within`` the folder
         of the failure that it narrows down.
         """
-        needs = needs_of(item, self.settings)
+        needs = read_needs(item, self.settings)
         if tried is not None:
             needs = replace(needs, environment={**needs.environment, **tried.environment})
         name = self._name(item, tried, within)
@@ -132,9 +132,9 @@ class RankRunner:
         """Return the name of the folder of a test, or of a run of a bisection."""
         if tried is not None:
             return f"{within}/bisect-{safe_name(tried.label)}"
-        if scenario := scenario_of(item, None):
+        if scenario := get_scenario(item, None):
             return scenario
-        given = masking.text(self.extensions.name_of(item))
+        given = masking.text(self.extensions.find_name(item))
         return safe_name(given or self.shown_id(item.session, plain_nodeid(item.nodeid)))
 
     def _prepare(
@@ -150,7 +150,7 @@ class RankRunner:
         folder = self.folder.test_folder(name, self.group.ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
             self.launcher.kill_ranks()  # ranks that stayed hold what this test is about to wait for
-        job = job_of(
+        job = make_job(
             item,
             folder,
             needs,
@@ -163,14 +163,14 @@ class RankRunner:
             next_needs=self._next_needs(),
             debugger=self._debugger.name if self._debugger is not None else "",
         )
-        job = self.group.local(replace(job, measures=lines_by_test.settings_of(item, folder)))
+        job = self.group.local(replace(job, measures=lines_by_test.read_settings(item, folder)))
         if job.flow:  # fresh ranks: if it passes there, an earlier test left what makes it fail
             job = replace(job, reuse="", fresh_group=False, stay=False)
         return self._without_too_many_groups(job)
 
     def remove_passed(self, item: pytest.Function, verdict: Verdict, folder: Path) -> None:
         """Delete the folder of a test that passed, unless it is to be kept."""
-        if verdict.outcome in ("PASS", "SKIP") and not self._keeps(item, scenario_of(item, None)):
+        if verdict.outcome in ("PASS", "SKIP") and not self._keeps(item, get_scenario(item, None)):
             remove_tree(folder)
 
     def _keeps(self, item: pytest.Function, scenario: str) -> bool:
@@ -189,11 +189,11 @@ class RankRunner:
         if not second_run.is_wanted(item, self.settings, verdict, self._second_runs):
             return verdict
         self._second_runs += 1
-        limit = second_run.limit_of(evidence)
+        limit = second_run.compute_limit(evidence)
         self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
         from pytest_nsa.diagnosis.divergence import FILE, compare_runs  # not before the first failure
 
-        tried = second_run.variation_of(evidence)
+        tried = second_run.make_variation(evidence)
         try:
             again, second, _ = self.run_item(item, limit, values, tried, evidence.folder.name)
             changed = compare_runs(verdict, evidence, second, again)
@@ -316,7 +316,7 @@ class RankRunner:
     def _next_needs(self) -> Needs | None:
         """Return what the next test of this process needs; None when it needs no ranks, or is not known."""
         item = self.next_item
-        return needs_of(item, self.settings) if isinstance(item, pytest.Function) and marked.is_ranked(item) else None
+        return read_needs(item, self.settings) if isinstance(item, pytest.Function) and marked.is_ranked(item) else None
 
     def _ranks_ahead(self, job: Job) -> GroupSpec | None:
         """Return the ranks to make ready while ``job`` runs."""

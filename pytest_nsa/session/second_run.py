@@ -36,12 +36,12 @@ def is_wanted(item: pytest.Item, settings: Settings, verdict: Verdict, made: int
     return settings.rerun == "all" or made < AUTO
 
 
-def limit_of(evidence: Evidence) -> float:
+def compute_limit(evidence: Evidence) -> float:
     """Return the seconds that the second run may take: a multiple of what the first took until it stalled."""
     until = max(0.0, evidence.duration_s - evidence.stalled_s)
     return min(MOST_S, max(LEAST_S, TIMES * until))
 
 
-def variation_of(evidence: Evidence) -> Variation:
+def make_variation(evidence: Evidence) -> Variation:
     """Return the test as it runs again: with the same seed, and its control flow recorded."""
     return Variation(label=LABEL, flow=True, seed=evidence.job.seed)

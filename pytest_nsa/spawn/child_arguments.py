@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.rank.host_plugins import is_installed, origin_of
+from pytest_nsa.rank.host_plugins import find_origin, is_installed
 from pytest_nsa.settings import named_plugins
 
 ADDOPTS = "PYTEST_ADDOPTS"
@@ -54,7 +54,7 @@ def _writing_options(config: pytest.Config) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for implementation in config.hook.pytest_addoption.get_hookimpls():
         plugin = implementation.plugin
-        origin, name = origin_of(config, plugin), config.pluginmanager.get_name(plugin)
+        origin, name = find_origin(config, plugin), config.pluginmanager.get_name(plugin)
         if {origin, name} & {"pytest_nsa", *in_ranks} or not is_installed(config, plugin):
             continue
         given = {"parser": (declared := _Declared()), "pluginmanager": config.pluginmanager}

@@ -32,7 +32,7 @@ from pytest_nsa.system.children import children, end_orphans
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group, set_handler
 from pytest_nsa.system.procfs import restless_threads
-from pytest_nsa.system.tcp import hold_ports, numbers_of
+from pytest_nsa.system.tcp import hold_ports, list_numbers
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
 # What a rank imports in every test: imported here once.
@@ -267,7 +267,7 @@ class Zygote:
         host.groups.append(group)
         try:
             # Made before the fork: an object that a rank makes after it costs the copy of a page.
-            ports = numbers_of(group.held)
+            ports = list_numbers(group.held)
             ranks = {
                 rank: self._rank.RankProcess(rank, spec, group.store, self.items, ports=ports)
                 for rank in spec.local_ranks

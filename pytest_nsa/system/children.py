@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import children_of, stat_of
+from pytest_nsa.system.procfs import list_children, read_stat
 
 _MAX_ROUNDS = 100
 _LAST_BREATH_S = 2.0
@@ -20,7 +20,7 @@ _LAST_BREATH_S = 2.0
 
 def children() -> list[int]:
     """Return the process ids of this process's children; [] where the kernel does not list them."""
-    return children_of(os.getpid())
+    return list_children(os.getpid())
 
 
 def end_orphans(known: Collection[int]) -> None:
@@ -45,7 +45,7 @@ def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
         time.sleep(0.01)  # the kernel ends them with the zygote; this process may learn of the zygote's end first
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = stat_of(path.name)
+            fields = read_stat(path.name)
             group, began = int(fields[2]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
             is_ours = group in leaders and not _is_alive(group) and began >= since
             if is_ours and path.stat().st_uid == os.getuid():
@@ -53,7 +53,7 @@ def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    return stat_of(pid)[:1] not in ([], ["Z"], ["X"])
+    return read_stat(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def end_leftovers() -> list[str]:
@@ -94,7 +94,7 @@ def _expected() -> set[int]:
 
 def _describe(pid: int) -> tuple[str, str]:
     """Return the state letter and the command line of a child."""
-    fields = stat_of(pid)
+    fields = read_stat(pid)
     return (fields[0], command_line(pid) or "?") if fields else ("Z", "")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import CLOCK_BOOTTIME, CLOCK_MONOTONIC, clock_gettime
 
 from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import io_of, stat_of, status_of
+from pytest_nsa.system.procfs import read_io, read_stat, read_status
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, by which a helper is recognised
@@ -57,7 +57,7 @@ class Process:
     @property
     def moved(self) -> int:
         """The bytes that it has read and written so far; 0 where that cannot be read."""
-        io = io_of(Path(f"/proc/{self.pid}"))
+        io = read_io(Path(f"/proc/{self.pid}"))
         return io.get("rchar", 0) + io.get("wchar", 0)
 
     @property
@@ -87,11 +87,11 @@ def _processes() -> dict[int, Process]:
 
 
 def _read(pid: int) -> Process | None:
-    fields = stat_of(pid)
+    fields = read_stat(pid)
     if len(fields) <= _BEGAN:
         return None
     cpu = int(fields[_USER]) + int(fields[_SYSTEM])
-    return Process(pid, int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, status_of(fields))
+    return Process(pid, int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, read_status(fields))
 
 
 def started_since(since: int, before: Collection[int], mark: str) -> list[Process]:

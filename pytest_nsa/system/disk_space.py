@@ -108,7 +108,7 @@ def make_folder(folder: Path) -> None:
         folder.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
 
 
-def owner_in(folder: Path) -> int:
+def find_owner(folder: Path) -> int:
     """Return the user that owns files which this process makes in a folder.
 
     Some file systems change the owner: NFS for root, and those that a machine shares with its containers.
@@ -126,6 +126,6 @@ def owner_in(folder: Path) -> int:
 def check_owner(folder: Path) -> None:
     """Raise PermissionError for a folder in a shared place that another user has made, and for a link."""
     status = folder.lstat()
-    is_own = status.st_uid == os.getuid() or status.st_uid == owner_in(folder.parent)
+    is_own = status.st_uid == os.getuid() or status.st_uid == find_owner(folder.parent)
     if not is_own or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(errno.EPERM, "another user has made it", str(folder))

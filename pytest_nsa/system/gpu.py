@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.system.clock import monotonic
-from pytest_nsa.system.procfs import text_of
+from pytest_nsa.system.procfs import read_proc_text
 
 LIMIT_S = 5.0
 FREED_S, FREED_POLL_S = 10.0, 0.05
@@ -41,7 +41,7 @@ def nvml() -> Any:
 
 def driver_version() -> str:
     """Return the version of NVIDIA's driver; '' without one."""
-    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", text_of(_DRIVER / "version"))
+    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", read_proc_text(_DRIVER / "version"))
     return found[1] if found else ""
 
 
@@ -49,7 +49,7 @@ def gpu_names() -> list[str]:
     """Return the model of each GPU as the driver names it; [] without one."""
     names = []
     for path in sorted((_DRIVER / "gpus").glob("*/information")):
-        found = re.search(r"^Model:\s*(.+)$", text_of(path), re.M)
+        found = re.search(r"^Model:\s*(.+)$", read_proc_text(path), re.M)
         names += [found[1].strip()] if found else []
     return names
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.system.leases import folder_of_leases
-from pytest_nsa.system.procfs import text_of
+from pytest_nsa.system.procfs import read_proc_text
 
 MOST = 8  # locks of a rank that are recorded
 
@@ -22,7 +22,7 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     """
     held: dict[str, list[tuple[int, bool]]] = {}  # by file: (pid, whether its lock is shared)
     waited: dict[str, list[int]] = {}
-    for line in text_of(Path("/proc/locks")).splitlines():
+    for line in read_proc_text(Path("/proc/locks")).splitlines():
         fields = line.replace("-> ", "").split()
         if len(fields) >= 6 and fields[4].lstrip("-").isdigit():
             pid, inode = int(fields[4]), fields[5]

@@ -16,7 +16,7 @@ from pytest_nsa.system.commands import command_line
 
 REST_S = 0.02
 REST_LOOKS = 10
-_STATUS = 49  # among the fields of stat_of
+_STATUS = 49  # among the fields of read_stat
 LEVELS = 3  # of descendants that are looked at
 
 
@@ -44,21 +44,21 @@ class ProcessState:
 def look_at(pid: int) -> ProcessState | None:
     """Read /proc for ``pid``; None if it has ended."""
     proc = Path("/proc") / str(pid)
-    fields = stat_of(pid)
+    fields = read_stat(pid)
     if not fields:
         return None
     user, kernel = _cpu_seconds(fields)
-    children = children_of(pid)
-    ended = {child: end for child in children if (end := _end_of(child))}
+    children = list_children(pid)
+    ended = {child: end for child in children if (end := _read_end(child))}
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
-        main_cpu_s=sum(_cpu_seconds(stat_of(f"{pid}/task/{pid}"))),
+        main_cpu_s=sum(_cpu_seconds(read_stat(f"{pid}/task/{pid}"))),
         kernel_s=kernel,
-        below_cpu_s=_cpu_seconds_of(children),
+        below_cpu_s=_read_cpu_seconds(children),
         faults=int(fields[7]),
-        written=io_of(proc).get("wchar", 0),
-        wchan=text_of(proc / "wchan").strip(),
+        written=read_io(proc).get("wchar", 0),
+        wchan=read_proc_text(proc / "wchan").strip(),
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
         ended=tuple(ended.values()),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
@@ -76,53 +76,53 @@ def _other_program(proc: Path) -> str:
     return "" if path == own or name.startswith("python") else name
 
 
-def io_of(proc: Path) -> dict[str, int]:
+def read_io(proc: Path) -> dict[str, int]:
     """Return the bytes that a process has read (``rchar``) and written (``wchar``), and more; {} where that cannot be read."""
-    return {name: int(number) for name, number in _fields_of(proc / "io").items()}
+    return {name: int(number) for name, number in _read_fields(proc / "io").items()}
 
 
 def is_runnable(pid: int) -> bool:
     """Return whether a process runs or waits for a CPU (state R)."""
-    return stat_of(pid)[:1] == ["R"]
+    return read_stat(pid)[:1] == ["R"]
 
 
 def began(pid: int) -> int:
     """Return when a process began, in clock ticks since boot; 0 if it has ended. With it, a reused pid can be detected."""
-    fields = stat_of(pid)
+    fields = read_stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 
 
 def has_more_threads(pid: int, count: int) -> bool:
     """Return whether a process has more than ``count`` threads; False where the kernel does not show it."""
-    fields = stat_of(pid)
+    fields = read_stat(pid)
     return len(fields) > 17 and int(fields[17]) > count
 
 
-def stat_of(process: int | str) -> list[str]:
+def read_stat(process: int | str) -> list[str]:
     """Return the fields of ``stat`` of a process, or of a thread ('PID/task/TID'), from the state on, which follows the command's
     name; [] if it has ended.
     """
-    return text_of(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+    return read_proc_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
 
 
 def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
-    """Return user and kernel seconds from the fields that `stat_of` returns; zeros for []."""
+    """Return user and kernel seconds from the fields that `read_stat` returns; zeros for []."""
     ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13]]
     return (ticks[0], ticks[1]) if len(ticks) == 2 else (0.0, 0.0)
 
 
-def _cpu_seconds_of(pids: list[int], levels: int = LEVELS) -> float:
+def _read_cpu_seconds(pids: list[int], levels: int = LEVELS) -> float:
     """Return the CPU seconds of processes and their descendants."""
-    found = sum(sum(_cpu_seconds(stat_of(pid))) for pid in pids)
-    return found + sum(_cpu_seconds_of(children_of(pid), levels - 1) for pid in pids) if levels > 1 else found
+    found = sum(sum(_cpu_seconds(read_stat(pid))) for pid in pids)
+    return found + sum(_read_cpu_seconds(list_children(pid), levels - 1) for pid in pids) if levels > 1 else found
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """Return the process ids of a process's children, whichever thread started them; [] where the kernel does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process ends
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, text_of(task / "children").split())
+            found += map(int, read_proc_text(task / "children").split())
     return found
 
 
@@ -136,14 +136,14 @@ def open_files(pid: int) -> list[str]:
     return found
 
 
-def _end_of(pid: int) -> str:
+def _read_end(pid: int) -> str:
     """Return how a process ended that its parent has not waited for; '' if it runs."""
-    fields = stat_of(pid)
-    return how_it_ended(status_of(fields)) if fields[:1] == ["Z"] else ""
+    fields = read_stat(pid)
+    return how_it_ended(read_status(fields)) if fields[:1] == ["Z"] else ""
 
 
-def status_of(fields: Sequence[str]) -> int:
-    """Return the wait status of a process by the fields of its `stat_of`; 0 while it runs, and where the kernel hides it."""
+def read_status(fields: Sequence[str]) -> int:
+    """Return the wait status of a process by the fields of its `read_stat`; 0 while it runs, and where the kernel hides it."""
     return int(fields[_STATUS]) if len(fields) > _STATUS else 0
 
 
@@ -160,7 +160,7 @@ def _child(command: str, parents: str) -> str:
 
 def catches(pid: int, number: int) -> bool:
     """Return whether a process has its own handler for a signal; False where the kernel does not show it."""
-    caught = _fields_of(Path(f"/proc/{pid}/status")).get("SigCgt", "0")
+    caught = _read_fields(Path(f"/proc/{pid}/status")).get("SigCgt", "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
@@ -201,7 +201,7 @@ def _thread_activity() -> dict[int, tuple[str, ...]]:
     for task in Path("/proc/self/task").glob("*"):
         if task.name == str(os.getpid()):
             continue
-        status = _fields_of(task / "status")
+        status = _read_fields(task / "status")
         switches = (status.get("voluntary_ctxt_switches"), status.get("nonvoluntary_ctxt_switches"))
         state = status.get("State", "?")[:1]
         resting = state in "SI" and None not in switches
@@ -209,13 +209,13 @@ def _thread_activity() -> dict[int, tuple[str, ...]]:
     return found
 
 
-def _fields_of(path: Path) -> dict[str, str]:
+def _read_fields(path: Path) -> dict[str, str]:
     """Return the fields of a file with lines 'NAME: VALUE'; {} if it cannot be read."""
-    pairs = (line.partition(":") for line in text_of(path).splitlines())
+    pairs = (line.partition(":") for line in read_proc_text(path).splitlines())
     return {name: value.strip() for name, _, value in pairs}
 
 
-def text_of(path: Path) -> str:
+def read_proc_text(path: Path) -> str:
     """Return the text of a file of the kernel; '' if it cannot be read."""
     try:
         return path.read_text(errors="replace")

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from pytest_nsa.system.procfs import open_files, text_of
+from pytest_nsa.system.procfs import open_files, read_proc_text
 
 _INODE = re.compile(r"socket:\[(\d+)\]")
 
@@ -20,7 +20,7 @@ def socket_queues(pid: int) -> dict[str, int]:
     inodes = {match[1] for match in map(_INODE.match, links) if match}
     unread = unsent = count = 0
     for name in ("tcp", "tcp6"):
-        for row in text_of(Path(f"/proc/{pid}/net/{name}")).splitlines()[1:]:
+        for row in read_proc_text(Path(f"/proc/{pid}/net/{name}")).splitlines()[1:]:
             cells = row.split()
             if len(cells) > 9 and cells[9] in inodes:
                 sent, _, received = cells[4].partition(":")
@@ -47,6 +47,6 @@ def hold_ports(count: int = 3) -> list[socket.socket]:
     return held
 
 
-def numbers_of(held: Iterable[socket.socket]) -> tuple[int, ...]:
+def list_numbers(held: Iterable[socket.socket]) -> tuple[int, ...]:
     """Return the ports that `hold_ports` holds."""
     return tuple(int(holder.getsockname()[1]) for holder in held)

@@ -29,7 +29,7 @@ class Listener:
         self._folder = tempfile.mkdtemp(prefix=f"pytest-nsa-{purpose}-")  # mode 0700
         self.name = str(Path(self._folder) / "socket")
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _address_of(self.name) as address:
+        with _read_address(self.name) as address:
             self.socket.bind(address)
         self.socket.listen(BACKLOG)
 
@@ -54,7 +54,7 @@ def connect(name: str) -> socket.socket:
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _address_of(name) as address:
+        with _read_address(name) as address:
             _connect(connection, address, CONNECT_S)
         if _peer_user(connection) != os.getuid():
             raise PermissionError(f"the socket {name} belongs to another user")
@@ -80,7 +80,7 @@ def _connect(connection: socket.socket, address: str, limit_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _address_of(name: str) -> Iterator[str]:
+def _read_address(name: str) -> Iterator[str]:
     """Yield a short address for a socket's path: an address has at most 107 bytes, and a temporary folder's path may be longer."""
     folder = os.open(os.path.dirname(name), os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -7,17 +7,17 @@ import textwrap
 
 import pytest
 
-from pytest_nsa.diagnosis.explain.counters import counter_of
+from pytest_nsa.diagnosis.explain.counters import find_counter
 
 
-def round_of(source: str, line: int, **counts: int) -> int | None:
+def find_round(source: str, line: int, **counts: int) -> int | None:
     """Return the round of a line of the loop that a function's last statement is; ``source`` is its body, from line 1."""
     scope = ast.parse("def f():\n" + textwrap.indent(source, "    ")).body[0]
     ast.increment_lineno(scope, -1)
     assert isinstance(scope, ast.FunctionDef)
     loop = scope.body[-1]
     assert isinstance(loop, ast.For | ast.While)
-    return counter_of(loop, line, counts, scope)
+    return find_counter(loop, line, counts, scope)
 
 
 @pytest.mark.parametrize(
@@ -44,27 +44,27 @@ def round_of(source: str, line: int, **counts: int) -> int | None:
     ],
 )
 def test_the_round_of_a_for(header: str, counts: dict[str, int], expected: int | None) -> None:
-    assert round_of(f"{header}\n    call()", 2, **counts) == expected
+    assert find_round(f"{header}\n    call()", 2, **counts) == expected
 
 
 def test_a_loop_whose_variable_an_inner_one_takes_has_no_counter() -> None:
     source = "for _ in range(9):\n    for _ in range(3):\n        call()\n    other()"
-    assert round_of(source, 4, _=2) is None
+    assert find_round(source, 4, _=2) is None
 
 
 def test_at_its_head_a_loop_is_between_two_rounds() -> None:
-    assert round_of("for step in range(9):\n    call()", 1, step=4) is None
+    assert find_round("for step in range(9):\n    call()", 1, step=4) is None
 
 
 def test_a_while_is_counted_by_what_each_round_adds() -> None:
     source = "step = 0\nwhile step < 9:\n    before()\n    step += 1\n    after()"
-    assert round_of(source, 3, step=4) == 4
-    assert round_of(source, 5, step=5) == 4  # the same round
+    assert find_round(source, 3, step=4) == 4
+    assert find_round(source, 5, step=5) == 4  # the same round
 
 
 def test_a_while_that_begins_anywhere_has_no_counter() -> None:
-    assert round_of("step = begin\nwhile step < 9:\n    before()\n    step += 1", 3, step=4) is None
+    assert find_round("step = begin\nwhile step < 9:\n    before()\n    step += 1", 3, step=4) is None
 
 
 def test_a_while_that_adds_under_a_condition_has_no_counter() -> None:
-    assert round_of("step = 0\nwhile step < 9:\n    if good():\n        step += 1\n    after()", 5, step=5) is None
+    assert find_round("step = 0\nwhile step < 9:\n    if good():\n        step += 1\n    after()", 5, step=5) is None

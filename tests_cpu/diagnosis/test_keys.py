@@ -42,7 +42,7 @@ def test_the_owner_and_the_round_of_a_key(
     tmp_path: Path, sets: dict[int, list[str]], key: str, owners: set[int], round_: tuple[int, ...]
 ) -> None:
     keys = keys_of(tmp_path, sets, {})
-    assert (keys.owners([key]), keys.round_of(key)) == (owners, round_)
+    assert (keys.owners([key]), keys.find_round(key)) == (owners, round_)
 
 
 def test_of_two_numbers_the_one_that_differs_in_a_wait_is_the_rank_s(tmp_path: Path) -> None:

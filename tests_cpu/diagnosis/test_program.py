@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from pytest_nsa.diagnosis.explain.conditions import Path, path_to
+from pytest_nsa.diagnosis.explain.conditions import Path, find_path
 from pytest_nsa.diagnosis.explain.program import Frame, Order, compare
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Snippet, Sources
@@ -105,7 +105,7 @@ def test_without_its_source_a_place_is_not_known() -> None:
 def test_what_leads_to_a_call(test: str, path: Path) -> None:
     text = f"def save(rank, group, step):\n    if {test}:\n        barrier()\n"
     frame = Frame("/tests/a.py:3 in save", {})
-    assert path_to(sources(text), [frame]) is path
+    assert find_path(sources(text), [frame]) is path
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_what_leads_to_a_call(test: str, path: Path) -> None:
 )
 def test_a_condition_that_leaves_the_function_before_a_call_leads_to_it(test: str, leaves: str, path: Path) -> None:
     text = f"def save(rank, loss):\n    if {test}:\n        {leaves}\n    barrier()\n"
-    assert path_to(sources(text), [Frame("/tests/a.py:4 in save", {})]) is path
+    assert find_path(sources(text), [Frame("/tests/a.py:4 in save", {})]) is path
 
 
 def test_no_condition() -> None:
-    assert path_to(sources("def save():\n    barrier()\n"), [Frame("/tests/a.py:2 in save", {})]) is Path.PLAIN
+    assert find_path(sources("def save():\n    barrier()\n"), [Frame("/tests/a.py:2 in save", {})]) is Path.PLAIN

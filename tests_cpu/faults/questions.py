@@ -44,7 +44,7 @@ def _copy(folder: Path, watch: ProgressWatch) -> None:
         shutil.copy(file, copy)
     past = watch.past
     facts = {
-        "longest_wait": watch.longest_wait, "waits": {rank: watch.stalled_for(rank) for rank in watch.boards},
+        "longest_wait": watch.longest_wait, "waits": {rank: watch.measure_stall(rank) for rank in watch.boards},
         "steps": [*past._steps], "pauses": past._longest,
         "announced": [[s["cause"], s["ranks"]] for s in read_lines(folder / "suspicions.jsonl") if "cause" in s],
     }  # fmt: skip

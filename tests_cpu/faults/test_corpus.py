@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.testing import ExampleResult, run_in
+from pytest_nsa.testing import ExampleResult, run_folder
 from pytest_nsa.wire.files import read_lines
 from tests_cpu import fsdp2
 from tests_cpu.faults import questions
@@ -103,7 +103,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         tests = [f"{copied}::{name}" for name in names]
         if is_recorded and not is_healthy:
             arguments += ["--ranks-rerun", "all"]
-        result = run_in(folder, *spread, "--ranks-keep", "all", *arguments, *tests, timeout=280)
+        result = run_folder(folder, *spread, "--ranks-keep", "all", *arguments, *tests, timeout=280)
         if is_healthy and is_recorded:
             assert names == healthy_tests(file), "a module is recorded as a whole: -m 'slow or not slow'"
             assert result.run is not None

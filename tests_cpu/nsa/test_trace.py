@@ -19,7 +19,7 @@ from nsa.trace.frames import CALLERS, call_path
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
 from pytest_nsa.evidence.board import BoardReader
-from pytest_nsa.evidence.collectives import ranks_of
+from pytest_nsa.evidence.collectives import parse_ranks
 
 
 class Detached(nn.Module):
@@ -211,15 +211,15 @@ def test_the_ranks_of_a_group_are_recorded_in_runs() -> None:
     assert in_runs([0, 1, 2, 3, 8]) == "0-3,8"
     assert in_runs(list(range(0, 4096, 8))) == "0-4088:8"
     assert in_runs([3, 1, 0]) == "3,1,0"
-    assert ranks_of("0-999999999:0,5", 4) == (0, 1, 2, 3)  # a stranger's: of the ranks that there are
-    assert ranks_of("3,1,3,0-3", 4) == (3, 1, 0, 2)  # each once, in the order in which they are named
-    assert ranks_of("0,2,7…", 8) == () == ranks_of("0-2;5", 8)  # cut off, and no runs
-    assert ranks_of(",".join(["0"] * 100_000) + ",1", 2) == (0,)  # no more parts are read than there are ranks
+    assert parse_ranks("0-999999999:0,5", 4) == (0, 1, 2, 3)  # a stranger's: of the ranks that there are
+    assert parse_ranks("3,1,3,0-3", 4) == (3, 1, 0, 2)  # each once, in the order in which they are named
+    assert parse_ranks("0,2,7…", 8) == () == parse_ranks("0-2;5", 8)  # cut off, and no runs
+    assert parse_ranks(",".join(["0"] * 100_000) + ",1", 2) == (0,)  # no more parts are read than there are ranks
     draw = random.Random(0)
     for _ in range(300):
         ranks = draw.sample(range(64), draw.randint(1, 64))
         ranks = sorted(ranks) if draw.random() < 0.7 else ranks
-        assert ranks_of(in_runs(ranks), 64) == tuple(ranks)
+        assert parse_ranks(in_runs(ranks), 64) == tuple(ranks)
 
 
 def test_the_keys_of_a_store_s_call_are_named_as_the_caller_does() -> None:

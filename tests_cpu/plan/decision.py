@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.decision import Decision, advice_of, count, nothing_wrong, sentence, surest, without_ranks
+from pytest_nsa.diagnosis.decision import Decision, choose_advice, count, nothing_wrong, sentence, surest, without_ranks
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.evidence.source import LOCATION
 from tests_cpu.plan.controls import Class, Explanation, explain, has_control, separating, widest
@@ -93,7 +93,7 @@ class Run:
         skipped = {name for name, v in verdicts.items() if v.outcome == "SKIP"}
         size = GPU if is_real else CPU
         ordered = sorted(TABLE, key=lambda row: (row.steps > 3, row.phase, row.steps))
-        self.phases = {size.name_of(row): row.phase for row in ordered if not row.fails_as}
+        self.phases = {size.find_name(row): row.phase for row in ordered if not row.fails_as}
         self.left = [name for name in self.phases if name not in {*self.failed, *self.passed, *skipped}]
 
     def explain(self, failing: Iterable[str]) -> Explanation:
@@ -195,7 +195,7 @@ class Way(NamedTuple):
 def _find_way(run: Run, fault: Fault) -> Way:
     """Return the way of a fault: by what a check found, by the factors that it needs, else by what its rows share."""
     (name, first), why = _telling(run, fault.failed), fault.why
-    advice, step = advice_of(fault.failed, name, first)
+    advice, step = choose_advice(fault.failed, name, first)
     if why.twins:
         pair = " and ".join(f"{n} ({run.verdicts[n].outcome})" for n in why.twins[0])
         action = "contradictory: repeat the run; equal rows fail and pass by turns, so nothing follows from what passes"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from nsa.config import SAFE, VARIABLES, load_config
-from tests_cpu.plan.scenarios import CPU, GPU, ROOT, TABLE, settings_of
+from tests_cpu.plan.scenarios import CPU, GPU, ROOT, TABLE, read_settings
 
 Facts = Mapping[str, Any]
 BACKEND = "backend"  # of the run's ranks, as their verdicts have it
@@ -58,15 +58,15 @@ def facts_by_name(is_real: bool) -> dict[str, Facts]:
     base = {f"{s}.{key}": v for s, values in sections.items() if isinstance(values, dict) for key, v in values.items()}
     found: dict[str, dict[str, Any]] = {}
     for row in TABLE:
-        facts = base | settings_of(row, size) | {"uses": row.uses, "check": row.check}
+        facts = base | read_settings(row, size) | {"uses": row.uses, "check": row.check}
         if facts["parallel.safe"]:
             facts |= {f"{section}.{key}": v for section, values in SAFE.items() for key, v in values.items()}
         facts |= {f"env.{name}": v for name, v in row.environment.items() if not any(m in name for m in SHOWS_MORE)}
-        found[size.name_of(row)] = facts
+        found[size.find_name(row)] = facts
     names = {name for facts in found.values() for name in facts}
     values = {n: [f.get(n, "") for f in found.values()] for n in names}
     differ = {n for n, seen in values.items() if any(v != seen[0] for v in seen)} - FOLLOWS
-    gloo = {size.name_of(row) for row in TABLE if "parallel.backend" in row.overrides}
+    gloo = {size.find_name(row) for row in TABLE if "parallel.backend" in row.overrides}
     return {
         name: {n: facts.get(n, "") for n in sorted(differ)} | {BACKEND: "gloo" if name in gloo else ""}
         for name, facts in found.items()

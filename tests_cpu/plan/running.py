@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nsa.config import switch
-from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables, settings_of
+from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables, read_settings
 
 if TYPE_CHECKING:
     from nsa.config import Config
@@ -83,7 +83,7 @@ def run(
     from tests_cpu.plan.resume import kill_and_resume
 
     forget_exported()
-    overrides = settings_of(row, size) | mitigations(row) | tried
+    overrides = read_settings(row, size) | mitigations(row) | tried
     changed = faults.settings(
         fault, overrides["parallel.mode"], static_graph=bool(overrides.get("parallel.static_graph"))
     )

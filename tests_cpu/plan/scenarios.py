@@ -70,7 +70,7 @@ class Size:
     settings: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 2
 
-    def name_of(self, row: Scenario) -> str:
+    def find_name(self, row: Scenario) -> str:
         """Return the scenario's name: of what is run at this size."""
         return row.name if self.is_real else row.name_on_cpu or row.name
 
@@ -324,7 +324,7 @@ def ignored_variables() -> list[str]:
     return [f"{name}={value} is set, and not used: a scenario decides it" for name, value in found if value]
 
 
-def settings_of(row: Scenario, size: Size) -> dict[str, Any]:
+def read_settings(row: Scenario, size: Size) -> dict[str, Any]:
     """Return the fields of the configuration that a row has at a size."""
     return {
         "parallel.mode": row.parallel, "train.steps": row.steps, "train.batch_size": 1, "data.dataset": "synthetic",
@@ -334,7 +334,7 @@ def settings_of(row: Scenario, size: Size) -> dict[str, Any]:
 
 def rows(size: Size) -> list[Any]:
     """Return the scenarios as parameters of a test, with their marks."""
-    return [pytest.param(row, id=size.name_of(row), marks=_marks(row, size)) for row in TABLE]
+    return [pytest.param(row, id=size.find_name(row), marks=_marks(row, size)) for row in TABLE]
 
 
 def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
@@ -342,7 +342,7 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     if not size.is_real and (row.steps >= 100 or row.check == "resume"):
         limit *= 3  # on a machine that is busy otherwise, too
     marks = [
-        scenario(size.name_of(row), reads_as=row.reads_as), pytest.mark.timeout(limit),
+        scenario(size.find_name(row), reads_as=row.reads_as), pytest.mark.timeout(limit),
         world_size(size.num_ranks if row.num_ranks > 1 else 1),
     ]  # fmt: skip
     if row.parallel == "ddp":
@@ -351,7 +351,7 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
         marks.append(fails_as(row.fails_as))
     if "parallel.backend" in row.overrides:
         marks.append(pytest.mark.backend(row.overrides["parallel.backend"]))
-    facts = settings_of(row, size)
+    facts = read_settings(row, size)
     if "model.force_branch" in facts:
         marks.append(branch(facts["model.force_branch"]))
     if facts.get("train.gradient_checkpointing", True) and row.uses == 1:

@@ -19,7 +19,7 @@ from tests_cpu.plan.readiness import CORE
 from tests_cpu.plan.scenarios import CPU, TABLE
 
 FACTS = facts_by_name(False)
-ROWS = {CPU.name_of(row): row for row in TABLE}
+ROWS = {CPU.find_name(row): row for row in TABLE}
 Fails = Callable[[str, Facts], bool]
 FEW, MANY = range(1, 6), range(1, 9)  # phases
 

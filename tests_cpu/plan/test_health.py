@@ -190,9 +190,9 @@ def test_the_model_has_no_buffers_at_any_size() -> None:
 
 def test_a_name_says_what_is_run() -> None:
     names = {
-        "cpu": [scenarios.CPU.name_of(row) for row in scenarios.TABLE],
-        "real": [scenarios.REAL_ON_CPU.name_of(row) for row in scenarios.TABLE],
-        "gpu": [scenarios.GPU.name_of(row) for row in scenarios.TABLE],
+        "cpu": [scenarios.CPU.find_name(row) for row in scenarios.TABLE],
+        "real": [scenarios.REAL_ON_CPU.find_name(row) for row in scenarios.TABLE],
+        "gpu": [scenarios.GPU.find_name(row) for row in scenarios.TABLE],
     }
     assert names["real"] == names["gpu"]
     assert len(set(names["cpu"])) == len(names["cpu"])
@@ -201,4 +201,4 @@ def test_a_name_says_what_is_run() -> None:
     for row in scenarios.TABLE:
         length = row.on_cpu.get("train.seq_len")
         if length is not None and row.steps <= 100 and row.phase != 9:
-            assert str(length) in scenarios.CPU.name_of(row)
+            assert str(length) in scenarios.CPU.find_name(row)

@@ -18,14 +18,14 @@ from tests_cpu.plan.running import bisected, run
 from tests_cpu.plan.scenarios import CPU, REAL_ON_CPU, Scenario, Size, rows
 
 
-def size_of(config: pytest.Config) -> Size:
+def get_size(config: pytest.Config) -> Size:
     """Return the small model's size, or with ``--real-sizes`` production's."""
     size = REAL_ON_CPU if config.getoption("--real-sizes") else CPU
     return replace(size, num_ranks=config.getoption("--plan-ranks"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("row", rows(size_of(metafunc.config)))
+    metafunc.parametrize("row", rows(get_size(metafunc.config)))
 
 
 def test_scenario(
@@ -38,4 +38,4 @@ def test_scenario(
     pytestconfig: pytest.Config,
 ) -> None:
     culprit = pytestconfig.getoption("--fault-rank")
-    run(row, size_of(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))
+    run(row, get_size(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))

@@ -42,7 +42,7 @@ def test_phases_choose_scenarios_and_no_other_tests() -> None:
     found = collected("tests_cpu/plan", "--phases", "3")
     assert [name.partition("[")[2] for name in found] == ["branch_cmp_only]", "branch_sel_only]", "branch_win_only]"]
     everything = collected("tests_cpu/plan", "--phases", "all")
-    assert everything == [f"tests_cpu/plan/test_plan.py::test_scenario[{CPU.name_of(row)}]" for row in TABLE]
+    assert everything == [f"tests_cpu/plan/test_plan.py::test_scenario[{CPU.find_name(row)}]" for row in TABLE]
 
 
 def test_the_row_that_the_last_decision_names_is_followed(tmp_path: Path) -> None:

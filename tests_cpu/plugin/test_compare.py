@@ -12,7 +12,7 @@ import pytest
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.compare import Difference, compare
 from pytest_nsa.report.summary import read_entries
-from pytest_nsa.testing import HEADER, run_in
+from pytest_nsa.testing import HEADER, run_folder
 
 # Steps that wait for a clock, so that they take as long on a busy machine; LOST and OTHER plant the changes.
 SOURCE = """
@@ -48,7 +48,7 @@ def a_run(folder: Path, **variables: str) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
-        result = run_in(folder, "-o", "ranks_hang_after=2")
+        result = run_folder(folder, "-o", "ranks_hang_after=2")
     assert result.run is not None
     return result.run
 
@@ -178,7 +178,7 @@ def test_memory_is_compared_by_what_a_rank_added(tmp_path: Path) -> None:
         (folder / "test_example.py").write_text(HEADER + HEAVY)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MORE", more)
-            result = run_in(folder, launch, "--ranks-keep", "all")
+            result = run_folder(folder, launch, "--ranks-keep", "all")
         assert result.outcomes == {"passed": 3}
         assert result.run is not None
         runs[name] = result.run

@@ -293,7 +293,7 @@ def verdict(folder: Path) -> dict[str, object]:
     return found
 
 
-def line_of(source: str, marker: str) -> int:
+def get_line(source: str, marker: str) -> int:
     return next(i for i, line in enumerate(source.splitlines(), 1) if marker in line)
 
 
@@ -320,8 +320,8 @@ def slow(*values: object, id: str) -> object:
 @pytest.mark.parametrize(
     ("source", "place"),
     [
-        pytest.param(SPAWN, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="mp.spawn"),
-        slow(SCRIPT, f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker", id="an environment of the test's"),
+        pytest.param(SPAWN, f"workers.py:{get_line(WORKERS, 'HERE') + 1} in worker", id="mp.spawn"),
+        slow(SCRIPT, f"workers.py:{get_line(WORKERS, 'HERE') + 1} in worker", id="an environment of the test's"),
     ],
 )
 def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
@@ -347,7 +347,7 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
     failure = ET.parse(folder / "junit.xml").find(".//failure")
     assert failure is not None
     assert failure.get("message", "").startswith("FAIL: rank 1 of 2, rank_exception"), done.stdout
-    for text in ("beyond tolerance", f"raises.py:{line_of(RAISES_SCRIPT, 'HERE')}", "assert done.returncode == 0"):
+    for text in ("beyond tolerance", f"raises.py:{get_line(RAISES_SCRIPT, 'HERE')}", "assert done.returncode == 0"):
         assert text in (failure.text or "")
     latest = folder / "artifacts" / "latest"
     assert [path for path in latest.rglob("*") if path.is_file() and b"urltoken55" in path.read_bytes()] == []
@@ -357,10 +357,10 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
 @pytest.mark.parametrize(
     ("source", "place"),
     [
-        pytest.param(HEAD + POOL, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a pool"),
-        slow(HEAD + CLEANUP, f"test_it.py:{line_of(HEAD, 'lock.acquire')} in hold", id="a cleanup that waits"),
-        pytest.param(LOADER, f"test_it.py:{line_of(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
-        pytest.param(SPAWNED, f"test_it.py:{line_of(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"),
+        pytest.param(HEAD + POOL, f"test_it.py:{get_line(HEAD, 'lock.acquire')} in hold", id="a pool"),
+        slow(HEAD + CLEANUP, f"test_it.py:{get_line(HEAD, 'lock.acquire')} in hold", id="a cleanup that waits"),
+        pytest.param(LOADER, f"test_it.py:{get_line(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
+        pytest.param(SPAWNED, f"test_it.py:{get_line(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"),
     ],
 )
 def test_processes_that_are_no_ranks_show_their_lines_and_block_no_session(

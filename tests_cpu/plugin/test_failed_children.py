@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from pytest_nsa.system.procfs import children_of, look_at
+from pytest_nsa.system.procfs import list_children, look_at
 
 
 def test_children_of_all_threads_are_listed() -> None:
@@ -27,7 +27,7 @@ def test_children_of_all_threads_are_listed() -> None:
     thread.start()
     begun.wait()
     try:
-        assert {process.pid, started[0].pid} <= set(children_of(os.getpid()))
+        assert {process.pid, started[0].pid} <= set(list_children(os.getpid()))
     finally:
         ended.set()
         thread.join()

@@ -29,7 +29,7 @@ def test_fails(group, n):
 """
 
 
-def line_of(marker: str) -> int:
+def get_line(marker: str) -> int:
     return next(i for i, line in enumerate((HEADER + SOURCE).splitlines(), 1) if marker in line)
 
 
@@ -47,7 +47,7 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert cases["test_fails[1]"].find("failure") is not None
     assert "rank 1 alone fails" in result.stdout
     short = run_example(pytester, SOURCE, "--tb=line", "-k", "test_fails").stdout
-    place = f"test_example.py:{line_of('THERE')}"
+    place = f"test_example.py:{get_line('THERE')}"
     assert f"{pytester.path}/{place}: {place} assertion, rank 1 of 2" in short
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
+from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_folder
 
 SOURCE = """
 @scenario("warm_up", reads_as="the link <between> nodes")
@@ -120,7 +120,7 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
     example = Path(__file__).resolve().parents[2] / "examples" / "downstream" / "tests" / "conftest.py"
     (folder / "conftest.py").write_text(example.read_text())
     (folder / "test_example.py").write_text(HEADER + DOWNSTREAM)
-    return run_in(folder, "-o", "ranks_hang_after=2")
+    return run_folder(folder, "-o", "ranks_hang_after=2")
 
 
 def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:

@@ -147,7 +147,7 @@ FUNCTION = '''
         """Send Authorization: Bearer abcdefghijkl
 
         more"""
-        key = self.key_of(x)  # token=abcdefghijkl
+        key = self.get_key(x)  # token=abcdefghijkl
         named = f"sk-{'x' * 20}"
         options = {"password": 'letmein-123', "rate": "fast"}
         return login(key=key, token="""letmein-123
@@ -168,7 +168,7 @@ def test_a_masked_function_parses_as_before_in_as_many_lines() -> None:
         return ast.dump(tree)
 
     assert shape(found) == shape(FUNCTION)
-    assert "key = self.key_of(x)  # token=***" in found
+    assert "key = self.get_key(x)  # token=***" in found
     assert '"rate": "fast"' in found
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_nsa.cli.main import main
 from pytest_nsa.report.summary import read_entries
-from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_in
+from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_folder
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -73,7 +73,7 @@ def write(folder: Path, source: str) -> Path:
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
     """The run of a ranked test of which the repository's rule finds the cause."""
-    return run_in(write(tmp_path_factory.mktemp("marked"), MARKED))
+    return run_folder(write(tmp_path_factory.mktemp("marked"), MARKED))
 
 
 def test_the_terminal_has_the_repository_s_cause(marked: ExampleResult) -> None:
@@ -109,7 +109,7 @@ def test_a_report_that_is_written_again_has_it(marked: ExampleResult, capsys: py
 
 def test_a_job_that_a_test_starts_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORT", str(free_port()))
-    result = run_in(write(tmp_path, STARTS), "--ranks-descendants=report")
+    result = run_folder(write(tmp_path, STARTS), "--ranks-descendants=report")
     assert [(v.cause, v.ranks) for v in result.verdicts.values()] == [("clock_skew", (1,))]
 
 

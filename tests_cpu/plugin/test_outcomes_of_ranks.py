@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import run_example, run_in
+from pytest_nsa.testing import run_example, run_folder
 from tests_cpu.sockets import free_port
 
 # One file for both: under plain pytest a death is an exception that no mark names.
@@ -124,7 +124,7 @@ def run_on_ranks(folder: Path, how: str) -> list[dict[str, dict[str, str]]]:
         )
         print(done.stdout.decode(), done.stderr.decode())
         return [outcomes(folder / "ranks0")]  # the leader reports
-    assert run_in(folder, "-q", "--tb=no", "-n", how).returncode == 1
+    assert run_folder(folder, "-q", "--tb=no", "-n", how).returncode == 1
     return [outcomes(folder / "ranks")]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.report.markup import Markup, tag
-from pytest_nsa.testing import HEADER, ExampleResult, run_in
+from pytest_nsa.testing import HEADER, ExampleResult, run_folder
 
 SOURCE = """
 lock = threading.Lock()
@@ -53,7 +53,7 @@ def test_passes(ddp, n, artifacts):
 def run(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
     folder = tmp_path_factory.mktemp("page")
     (folder / "test_example.py").write_text(HEADER + SOURCE)
-    return run_in(folder, "-o", "ranks_hang_after=2")
+    return run_folder(folder, "-o", "ranks_hang_after=2")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ PARTS = """
 """
 
 
-def line_of(result: ExampleResult, folder: Path) -> int:
+def get_line(result: ExampleResult, folder: Path) -> int:
     lines = (folder / "test_example.py").read_text().splitlines()
     return next(n for n, line in enumerate(lines, start=1) if line.endswith("# HERE"))
 
@@ -40,7 +40,7 @@ def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pyteste
     result = run_example(pytester, PARTS, *AGAIN)
     verdict = result.verdicts["test_it"]
     found = verdict.first_divergence
-    line = line_of(result, pytester.path)
+    line = get_line(result, pytester.path)
     assert (verdict.outcome, verdict.ranks, verdict.certain) == ("HANG", (1,), True)
     assert verdict.where == found["where"]
     assert found["where"] == f"test_example.py:{line} in test_it"
@@ -132,7 +132,7 @@ def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_oth
     verdict = result.verdicts["test_it"]
     found = verdict.first_divergence
     assert (verdict.cause, verdict.ranks) == ("silent_divergence", (1,))
-    line = line_of(result, pytester.path)
+    line = get_line(result, pytester.path)
     assert found["where"] in (f"test_example.py:{line} in test_it", f"test_example.py:{line - 1} in test_it")
     assert sorted(found["outcomes"].values()) == [[0, 2], [1]]
 
@@ -154,7 +154,7 @@ def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -
     """
     result = run_example(pytester, source, *AGAIN)
     verdict = result.verdicts["test_it"]
-    line = line_of(result, pytester.path)
+    line = get_line(result, pytester.path)
     assert (verdict.cause, verdict.ranks) == ("silent_divergence", (0, 1))
     assert verdict.first_divergence["where"] == f"test_example.py:{line} in test_it"
     assert f"{line} | if step == 1 and ddp.rank == 0:" in result.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, run_example, run_in
+from pytest_nsa.testing import HEADER, run_example, run_folder
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below, that_stay
 from tests_cpu.plugin.programs import differences, read_program
@@ -33,7 +33,7 @@ def test_every_fault_is_reported_every_next_test_passes_and_nothing_is_left(tmp_
     faults = read_program("tough")
     (tmp_path / "test_example.py").write_text(with_a_good_test_after_each(faults.text))
     before = ours_in_temporary_folders()
-    result = run_in(tmp_path)
+    result = run_folder(tmp_path)
     assert differences("tough", result) == []
     passed = [verdict for verdict in result.verdicts.values() if not verdict.failed]
     assert len(passed) == len(faults.expected)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pytest_nsa.testing import run_example, run_in
+from pytest_nsa.testing import run_example, run_folder
 
 PLAIN = """
 import asyncio
@@ -95,7 +95,7 @@ def test_a_path_may_have_an_at_sign(pytester: pytest.Pytester) -> None:
     folder.joinpath("test_at.py").write_text(
         "import pytest\npytestmark = pytest.mark.world_size(2)\ndef test_fails(): assert 1 == 2\ndef test_passes(): pass\n"
     )
-    assert run_in(pytester.path).outcomes == {"failed": 1, "passed": 1}
+    assert run_folder(pytester.path).outcomes == {"failed": 1, "passed": 1}
 
 
 MOCKED = """

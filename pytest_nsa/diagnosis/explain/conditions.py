@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from pytest_nsa.diagnosis.explain.program import LEAVES, Frame, blocks_of
+from pytest_nsa.diagnosis.explain.program import LEAVES, Frame, list_blocks
 from pytest_nsa.evidence.source import Sources, has_line
 
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
@@ -29,7 +29,7 @@ class Path(enum.Enum):
     DATA = "a condition on something else"  # if loss > limit:
 
 
-def path_to(sources: Sources, frames: Sequence[Frame]) -> Path:
+def find_path(sources: Sources, frames: Sequence[Frame]) -> Path:
     """Return what leads a rank to its call through ``frames``, outermost first."""
     found = Path.PLAIN
     for frame in frames:
@@ -58,7 +58,7 @@ def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast
             for block in (outer.body, outer.orelse):
                 if any(has_line(statement, line) for statement in block):
                     yield outer.test, block is outer.orelse
-        block = next((b for b in blocks_of(outer) if inner in b), [inner])
+        block = next((b for b in list_blocks(outer) if inner in b), [inner])
         for before in block[: block.index(inner)]:
             if isinstance(before, ast.If) and not before.orelse and isinstance(before.body[-1], LEAVES):
                 yield before.test, True

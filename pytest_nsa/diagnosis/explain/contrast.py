@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pytest_nsa.diagnosis.explain.conditions import Path, path_to
+from pytest_nsa.diagnosis.explain.conditions import Path, find_path
 from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.explain.program import (
     Compared,
     Order,
     Position,
     compare,
-    compare_within,
-    is_in_loop_below,
-    position_of,
+    compare_inner,
+    find_position,
+    is_inside_loop,
 )
 from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, is_same_line, surprise, token
-from pytest_nsa.diagnosis.facts import calls_before
+from pytest_nsa.diagnosis.facts import list_earlier_calls
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -47,7 +47,7 @@ class Contrast:
     @cached_property
     def before(self) -> list[Collective]:
         """The rank's earlier calls, in all groups."""
-        return calls_before(self.evidence, self.number, self.call)
+        return list_earlier_calls(self.evidence, self.number, self.call)
 
     @cached_property
     def history(self) -> list[Token]:
@@ -55,7 +55,7 @@ class Contrast:
 
     @cached_property
     def position(self) -> Position:
-        return position_of(self.rank, self.call)
+        return find_position(self.rank, self.call)
 
     @cached_property
     def latest(self) -> Collective | None:
@@ -104,7 +104,7 @@ class Contrast:
         if found.order not in (Order.SAME, Order.EXCLUSIVE) or not found.is_counted:
             return found
         sides = (self.position, self.rank), (self.turned.position, self.turned.rank)
-        return compare_within(self.evidence.sources, found, *sides)
+        return compare_inner(self.evidence.sources, found, *sides)
 
     def _steps(self) -> tuple[int, int]:
         """Return how many data loaders of the two ranks ran out of data, where the rank with more of them received fewer batches;
@@ -136,13 +136,13 @@ class Contrast:
             return False
         if self.compared.left or not self.compared.parted:
             return self.compared.left
-        return is_in_loop_below(self.evidence.sources, self.turned.position, self.compared.parted[1])
+        return is_inside_loop(self.evidence.sources, self.turned.position, self.compared.parted[1])
 
     @cached_property
     def path(self) -> Path:
         """What leads the rank to its call from the function in which the two diverge."""
         at = next((i for i, frame in enumerate(self.position) if frame in self.compared.parted), 0)
-        return path_to(self.evidence.sources, self.position[at:])
+        return find_path(self.evidence.sources, self.position[at:])
 
     def costs(self, *calls: Collective) -> float:
         """Return the surprise, in bits, of the last of ``calls`` if the rank makes them next."""

@@ -25,7 +25,7 @@ def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[i
     return list(kinds.values()) if len(kinds) <= MOST_KINDS else []
 
 
-def counter_of(loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None) -> int | None:
+def find_counter(loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None) -> int | None:
     """Return the number of the round that a line of a loop is in; larger is later.
 
     None where no counter shows it, or where the counter may start differently on each rank (`range(rank, n,

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
-from pytest_nsa.diagnosis.explain.keys import Keys, Wanted, key_values, kind_of
+from pytest_nsa.diagnosis.explain.keys import Keys, Wanted, get_kind, key_values
 from pytest_nsa.diagnosis.explain.message_terms import message_values
-from pytest_nsa.diagnosis.explain.messages import END, KEY, Messages, Owed, is_collective, line_of
+from pytest_nsa.diagnosis.explain.messages import END, KEY, Messages, Owed, get_line, is_collective
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
-from pytest_nsa.diagnosis.explain.terms import position_values, size_values, values_of
-from pytest_nsa.diagnosis.facts import calls_before, racing, rings
+from pytest_nsa.diagnosis.explain.terms import compute_values, position_values, size_values
+from pytest_nsa.diagnosis.facts import list_earlier_calls, racing, rings
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence
@@ -133,7 +133,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         if not ranks or not others:
             continue
         contrast = contrasts.between(*_closest(evidence, entered, ranks, others))
-        values = values_of(contrast, size_values(len(ranks), len(others)))
+        values = compute_values(contrast, size_values(len(ranks), len(others)))
         values |= _others_there(ranks, entered)
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
@@ -145,7 +145,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     if found:
         contrast = next(iter(found.values())).contrast
         sizes = size_values(len(sides[0]), len(everybody) - len(sides[0]))
-        values = values_of(contrast, sizes, for_all=True)
+        values = compute_values(contrast, sizes, for_all=True)
         for edit in (Edit.MISMATCH, Edit.ORDER):
             found[edit, everybody, ()] = Candidate(edit, everybody, (), contrast, values, is_for_all=True)
     return list(found.values())
@@ -198,7 +198,7 @@ def _sides_in_waits(
     bits: dict[object, float] = {}  # of thousands of ranks, most have the same history
     costs = {}
     for rank, call in entered.items():
-        history = tuple(token(c) for c in calls_before(evidence, rank, call))
+        history = tuple(token(c) for c in list_earlier_calls(evidence, rank, call))
         key = (history, token(call))
         costs[rank] = bits[key] = bits[key] if key in bits else surprise(history, token(call))
     odd = tuple(sorted(r for r, cost in costs.items() if cost > min(costs.values()) + ODD_BITS))
@@ -236,7 +236,7 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
 
     lines: dict[object, list[Owed]] = {}
     for owed in pairs[:MOST_PAIRS]:
-        lines.setdefault(line_of(owed.call), []).append(owed)
+        lines.setdefault(get_line(owed.call), []).append(owed)
         add(Edit.UNASKED, (owed.waiter,), owed)
         if owed.waiter not in messages.recomputing:  # recomputed: the peer has already answered
             add(Edit.UNANSWERED, (owed.peer,), owed)
@@ -283,7 +283,7 @@ def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list
     for names, waiters in [(n, w) for n, w in alike.items() if n][:MOST_SIDES]:
         asked = tuple(waiters)
         owners = keys.owners(names)
-        usual = owners or set(keys.sets.get(kind_of(names[0]), ()))
+        usual = owners or set(keys.sets.get(get_kind(names[0]), ()))
         setter = next(iter(usual)) if len(usual) == 1 else None
         if len(keys.waiting) == len(entered):
             add(Edit.NEVER_SET, keys.waiting, Wanted(keys, asked, names, owners, setter), is_for_all=True)

@@ -23,29 +23,29 @@ from pytest_nsa.evidence.values import Evidence, KeyUse, RankEvidence
 Numbers = tuple[str, ...]
 
 
-def key_of(rank: RankEvidence) -> str:
+def get_key(rank: RankEvidence) -> str:
     """Return the keys that a rank waits for in a store, separated by ', '; '' where they are unknown."""
     is_main = rank.stack is not None and rank.stack.is_main  # the keys of another thread are not kept
     return rank.board.key if rank.board is not None and is_main else ""
 
 
-def call_of(rank: RankEvidence) -> Collective:
+def get_call(rank: RankEvidence) -> Collective:
     """Return the call that represents a rank's wait for keys, with the lines of its stack."""
     lines = [frame.describe() for frame in reversed(user_frames(rank))] or [last_seen(rank)]
-    return replace(ended(rank), op=KEY, site=lines[0], callers=" < ".join(lines[1:]), note=key_of(rank))
+    return replace(ended(rank), op=KEY, site=lines[0], callers=" < ".join(lines[1:]), note=get_key(rank))
 
 
-def names_of(key: str) -> list[str]:
+def list_names(key: str) -> list[str]:
     """Return the names of the keys in a text that a rank recorded."""
     return [name for name in key.split(", ") if name and name != CUT]
 
 
-def kind_of(name: str) -> str:
+def get_kind(name: str) -> str:
     """Return a key with each number replaced."""
     return re.sub(r"\d+", "#", name)
 
 
-def numbers_of(name: str) -> Numbers:
+def list_numbers(name: str) -> Numbers:
     return tuple(re.findall(r"\d+", name))
 
 
@@ -55,12 +55,12 @@ class Keys:
     def __init__(self, evidence: Evidence, entered: Mapping[int, Collective]) -> None:
         self.evidence, self.entered = evidence, entered
         self._places: dict[str, dict[int, dict[str, int]]] = {}  # by kind: thousands of ranks have one
-        self.waiting = {rank: names_of(c.note) for rank, c in sorted(entered.items()) if c.op == KEY}
+        self.waiting = {rank: list_names(c.note) for rank, c in sorted(entered.items()) if c.op == KEY}
         self.sets: dict[str, dict[int, list[tuple[str, KeyUse]]]] = defaultdict(lambda: defaultdict(list))
         for rank in evidence.ranks:
             for use in rank.keys_set:
-                for name in names_of(use.key):
-                    self.sets[kind_of(name)][rank.rank].append((name, use))
+                for name in list_names(use.key):
+                    self.sets[get_kind(name)][rank.rank].append((name, use))
 
     @cached_property
     def known(self) -> dict[str, set[int]]:
@@ -91,7 +91,7 @@ class Keys:
         found: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for rank in self.evidence.ranks:
             for use in rank.keys_awaited:
-                for kind in set(map(kind_of, names_of(use.key))):
+                for kind in set(map(get_kind, list_names(use.key))):
                     found[kind][rank.rank] += use.number
         return found
 
@@ -105,7 +105,7 @@ class Keys:
         return self._places[kind]
 
     def _found_places(self, kind: str) -> dict[int, dict[str, int]]:
-        by_rank = {rank: {numbers_of(name) for name, _ in uses} for rank, uses in self.sets.get(kind, {}).items()}
+        by_rank = {rank: {list_numbers(name) for name, _ in uses} for rank, uses in self.sets.get(kind, {}).items()}
         found: dict[int, dict[str, int]] = {}
         for place in range(kind.count("#")):
             own = {rank: {numbers[place] for numbers in of} for rank, of in by_rank.items()}
@@ -125,22 +125,24 @@ class Keys:
         """
         found: set[int] = set()
         for name in names:
-            places, numbers = self.places(kind_of(name)), numbers_of(name)
-            varying = [p for p in places if len({numbers_of(n)[p] for n in names if kind_of(n) == kind_of(name)}) > 1]
+            places, numbers = self.places(get_kind(name)), list_numbers(name)
+            varying = [
+                p for p in places if len({list_numbers(n)[p] for n in names if get_kind(n) == get_kind(name)}) > 1
+            ]
             for place in varying or places:
                 owner = places[place].get(numbers[place])
                 if owner is not None:
                     found.add(owner)
         return found
 
-    def round_of(self, name: str) -> tuple[int, ...]:
+    def find_round(self, name: str) -> tuple[int, ...]:
         """Return the numbers of a key that identify no rank: they count rounds."""
-        places = self.places(kind_of(name))
-        return tuple(int(n[-18:]) for place, n in enumerate(numbers_of(name)) if place not in places)
+        places = self.places(get_kind(name))
+        return tuple(int(n[-18:]) for place, n in enumerate(list_numbers(name)) if place not in places)
 
     def latest(self, kind: str, rank: int) -> tuple[str, KeyUse] | None:
         """Return the last key of a kind that a rank set; None where it set none."""
-        return max(self.sets.get(kind, {}).get(rank, ()), key=lambda use: self.round_of(use[0]), default=None)
+        return max(self.sets.get(kind, {}).get(rank, ()), key=lambda use: self.find_round(use[0]), default=None)
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Wanted:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.name)
+        return get_kind(self.name)
 
     @property
     def setters(self) -> dict[int, int]:
@@ -179,7 +181,7 @@ class Wanted:
         latest = self.keys.latest(self.kind, rank)
         if latest is None:
             return 0
-        mine, wanted = self.keys.round_of(latest[0]), self.keys.round_of(self.name)
+        mine, wanted = self.keys.find_round(latest[0]), self.keys.find_round(self.name)
         return (mine > wanted) - (mine < wanted) if len(mine) == len(wanted) else 0
 
     @property
@@ -192,8 +194,8 @@ class Wanted:
     @property
     def is_far(self) -> bool:
         """Whether the round of the awaited key does not follow the latest round of which a rank set a key."""
-        rounds = [self.keys.round_of(name) for uses in self.keys.sets.get(self.kind, {}).values() for name, _ in uses]
-        wanted = self.keys.round_of(self.name)
+        rounds = [self.keys.find_round(name) for uses in self.keys.sets.get(self.kind, {}).values() for name, _ in uses]
+        wanted = self.keys.find_round(self.name)
         pairs = [(a, b) for a, b in zip(max(rounds, default=()), wanted, strict=False) if a != b]
         return any(b - a > 1 for a, b in pairs[:1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from pytest_nsa.diagnosis.explain.source import line_that_ends, loops_of
+from pytest_nsa.diagnosis.explain.source import find_loops, line_that_ends
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.stacks import Frame
@@ -32,17 +32,17 @@ def line_of_its_loop(rank: RankEvidence) -> str:
     """
     frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
     for frame in frames[:3]:
-        loops = loops_of(rank.sources, frame.describe())
+        loops = find_loops(rank.sources, frame.describe())
         loop = next((loop for loop in reversed(loops) if isinstance(loop, ast.While)), loops[-1] if loops else None)
         if loop is not None:
             return replace(frame, line=line_that_ends(loop)).describe()
     return ""
 
 
-def line_in(call: Collective, place: str) -> int:
+def find_line(call: Collective, place: str) -> int:
     """Return the line, in the function of ``place``, that led to a call; 0 where none is known."""
-    file, _, function = parts_of(place)
-    for at_file, line, at_function in map(parts_of, call.way):
+    file, _, function = split_place(place)
+    for at_file, line, at_function in map(split_place, call.way):
         if (file_name(at_file), at_function) == (file_name(file), function):
             return line
     return 0
@@ -56,7 +56,7 @@ def diverging_lines(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, 
     return next(((a, b) for a, b in pairs if a != b), (one[0], other[0]))
 
 
-def parts_of(place: str) -> tuple[str, int, str]:
+def split_place(place: str) -> tuple[str, int, str]:
     """Return file, line and function of a location; the line is 0 where the location has none."""
     at, _, function = place.rpartition(" in ")
     file, _, line = at.rpartition(":")

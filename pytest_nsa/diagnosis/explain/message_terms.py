@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_nsa.diagnosis.explain.messages import Owed, line_of
+from pytest_nsa.diagnosis.explain.messages import Owed, get_line
 from pytest_nsa.diagnosis.explain.rhythm import share
 
 Awaited = TypeVar("Awaited")
@@ -28,7 +28,7 @@ Term = TermOfAWait[Owed]
 MESSAGE: tuple[Term, ...] = (
     Term("new half", "exchanges a message at this line for the first time", True, lambda o: not o.own),
     Term("all new half", "exchanges a message at a line at which no rank did before", True,
-         lambda o: sum(map(len, o.messages.at_line[line_of(o.call)].values())) == 1),
+         lambda o: sum(map(len, o.messages.at_line[get_line(o.call)].values())) == 1),
     Term("surprise of half", "waits for a message that its earlier rounds do not predict", True, lambda o: share(o.bits_of_call())),
     Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
     Term("once more", "came to this line more often than each other rank that came there", True, lambda o: o.is_once_more),

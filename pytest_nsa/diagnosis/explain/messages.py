@@ -10,7 +10,7 @@ from functools import cached_property
 
 from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.rhythm import MOST_BITS, surprise
-from pytest_nsa.diagnosis.facts import calls_before, has_lost_calls
+from pytest_nsa.diagnosis.facts import has_lost_calls, list_earlier_calls
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -21,12 +21,12 @@ Signature = tuple[str, tuple[str, ...], int]  # operation, call path, peer
 Line = tuple[bool, tuple[str, ...]]  # whether it sends, its line, or those of the library that made it
 
 
-def signature_of(call: Collective) -> Signature:
+def make_signature(call: Collective) -> Signature:
     """Return what repeats when a rank exchanges a message with the same peer again."""
     return call.op, call.way, call.peer
 
 
-def line_of(call: Collective) -> Line:
+def get_line(call: Collective) -> Line:
     """Return the direction and the line of a send or receive. Of one that a library made for the user, the library's lines: ranks
     with different roles may call it from different lines.
     """
@@ -73,12 +73,12 @@ class Messages:
         for rank in self.evidence.ranks:
             for c in rank.collectives:
                 if c.peer != -1:
-                    found.setdefault(line_of(c), {}).setdefault(rank.rank, []).append(c)
+                    found.setdefault(get_line(c), {}).setdefault(rank.rank, []).append(c)
         return found
 
     def counts(self, call: Collective, rank: int) -> tuple[int, list[int]]:
         """Return how often a rank entered the line of a call, and how often each other rank that came there did."""
-        made = {r: len(calls) for r, calls in self.at_line.get(line_of(call), {}).items()}
+        made = {r: len(calls) for r, calls in self.at_line.get(get_line(call), {}).items()}
         return made.pop(rank, 0), list(made.values())
 
     @cached_property
@@ -86,7 +86,7 @@ class Messages:
         """Whether every rank waits in a send at one line, or every rank in a receive, so that no wait can match
         another.
         """
-        kinds = set(map(line_of, self.pending.values()))
+        kinds = set(map(get_line, self.pending.values()))
         return len(self.pending) == len(self.evidence.ranks) and len(kinds) == 1
 
     @cached_property
@@ -142,12 +142,12 @@ class Owed:
     @cached_property
     def own(self) -> list[Collective]:
         """The sends and receives that the waiter completed at the line of its call."""
-        line = line_of(self.call)
-        return [c for c in self.messages.completed[self.waiter] if c.peer != -1 and line_of(c) == line]
+        line = get_line(self.call)
+        return [c for c in self.messages.completed[self.waiter] if c.peer != -1 and get_line(c) == line]
 
     @cached_property
     def before(self) -> list[Signature]:
-        return [signature_of(c) for c in calls_before(self.messages.evidence, self.waiter, self.call)]
+        return [make_signature(c) for c in list_earlier_calls(self.messages.evidence, self.waiter, self.call)]
 
     @cached_property
     def theirs(self) -> Collective | None:
@@ -158,11 +158,13 @@ class Owed:
     def peers_calls(self) -> list[Collective]:
         """The peer's calls before the one that it waits in."""
         rank, mine = self.messages.evidence.ranks[self.peer], self.theirs
-        return calls_before(self.messages.evidence, self.peer, mine) if mine is not None else list(rank.collectives)
+        return (
+            list_earlier_calls(self.messages.evidence, self.peer, mine) if mine is not None else list(rank.collectives)
+        )
 
     @cached_property
     def peers_history(self) -> list[Signature]:
-        return [signature_of(c) for c in self.peers_calls]
+        return [make_signature(c) for c in self.peers_calls]
 
     @cached_property
     def answers(self) -> list[Collective]:
@@ -175,10 +177,10 @@ class Owed:
 
     def bits_of_answer(self) -> float:
         """Return the surprise of the peer's next answer, if it had made one in place of the call that it waits in."""
-        return surprise(self.peers_history, signature_of(self.answers[-1])) if self.answers else MOST_BITS
+        return surprise(self.peers_history, make_signature(self.answers[-1])) if self.answers else MOST_BITS
 
     @property
-    def is_passed_over(self) -> bool:
+    def was_skipped(self) -> bool:
         """Whether the peer waits in a collective, or in the message that follows its answer in earlier rounds."""
         if not self.answers:
             return False
@@ -188,11 +190,11 @@ class Owed:
         """Return the surprise of the call that the peer waits in, if it follows an answer."""
         if not self.answers or self.theirs is None:
             return MOST_BITS
-        return surprise([*self.peers_history, signature_of(self.answers[-1])], signature_of(self.theirs))
+        return surprise([*self.peers_history, make_signature(self.answers[-1])], make_signature(self.theirs))
 
     def bits_of_call(self) -> float:
         """Return the surprise of the waiter's call."""
-        return surprise(self.before, signature_of(self.call))
+        return surprise(self.before, make_signature(self.call))
 
     @property
     def is_offered(self) -> bool:
@@ -221,7 +223,7 @@ class Owed:
         other rank that makes this half.
         """
         mine, others = self._counts(self.answers[-1], self.peer) if self.answers else (0, [])
-        third = self.messages.at_line[line_of(self.call)].keys() - {self.waiter, self.peer}
+        third = self.messages.at_line[get_line(self.call)].keys() - {self.waiter, self.peer}
         return bool(third) and self.is_once_more and set(others) == {mine}
 
     @property
@@ -235,7 +237,7 @@ class Owed:
         ranks.
         """
         at_line = self.messages.at_line
-        here = at_line[line_of(self.call)]
+        here = at_line[get_line(self.call)]
         tried, theirs = len(here[self.waiter]), len(here.get(self.peer, ()))
         opposite = [made for (sends, _), made in at_line.items() if sends != self.call.is_send and self.waiter in made]
         answers = sum(len(made.get(self.peer, ())) for made in opposite)

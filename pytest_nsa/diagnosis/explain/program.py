@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_nsa.diagnosis.explain.counters import counter_of, has_made_round, is_first_round
-from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, user_frames
-from pytest_nsa.diagnosis.explain.source import loops_of
+from pytest_nsa.diagnosis.explain.counters import find_counter, has_made_round, is_first_round
+from pytest_nsa.diagnosis.explain.locations import find_line, split_place, user_frames
+from pytest_nsa.diagnosis.explain.source import find_loops
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources, file_name
 from pytest_nsa.evidence.values import RankEvidence
@@ -57,12 +57,12 @@ class Frame:
     @property
     def function(self) -> tuple[str, str]:
         """(file name, function name): call paths have no more than that."""
-        file, _, name = parts_of(self.place)
+        file, _, name = split_place(self.place)
         return file_name(file), name
 
     @property
     def line(self) -> int:
-        return parts_of(self.place)[1]
+        return split_place(self.place)[1]
 
 
 Position = tuple[Frame, ...]  # outermost first
@@ -87,7 +87,7 @@ class Compared:
     ] = ()  # the lines of a library's function that show the order, where the user's lines do not
 
 
-def position_of(rank: RankEvidence, call: Collective) -> Position:
+def find_position(rank: RankEvidence, call: Collective) -> Position:
     """Return the position of a rank in a call: by its stack, with counters, where that shows the line of the call; else by
     the call's path, with the counters of the functions that the rank is in while the call has not returned.
     """
@@ -114,7 +114,7 @@ def _position_from_stack(rank: RankEvidence) -> Position:
     return tuple(found)
 
 
-def position_within(rank: RankEvidence, place: str) -> Position:
+def find_inner_position(rank: RankEvidence, place: str) -> Position:
     """Return the frames that a user's line of a rank's stack called, with those of libraries, outermost first."""
     frames = list(rank.last_stack.frames) if rank.last_stack is not None else []
     at = next((i for i, frame in enumerate(frames) if frame.describe() == place), 0)
@@ -123,7 +123,7 @@ def position_within(rank: RankEvidence, place: str) -> Position:
     return tuple(Frame(line, counted.get(line, {})) for line in called)
 
 
-def compare_within(sources: Sources, found: Compared, one: Side, other: Side) -> Compared:
+def compare_inner(sources: Sources, found: Compared, one: Side, other: Side) -> Compared:
     """Return the order within the deepest function that two ranks share, where the user's lines are the same or in two branches:
     a library's loop, which one rank has left, for example. Return ``found`` where nothing counted shows an order there.
     """
@@ -133,7 +133,7 @@ def compare_within(sources: Sources, found: Compared, one: Side, other: Side) ->
         last = mine[: len(shared) + (found.order is Order.EXCLUSIVE)]  # two branches may call one function
         if not last:
             return found
-        positions.append((*shared, *position_within(rank, last[-1].place)))
+        positions.append((*shared, *find_inner_position(rank, last[-1].place)))
     inner = compare(sources, positions[0], positions[1], None)
     if inner.order not in (Order.BEFORE, Order.AFTER) or not inner.is_counted:
         return found
@@ -172,8 +172,8 @@ def compare(
         if are_exclusive(sources.around(a.place), sources.around(b.place)):
             return Compared(Order.EXCLUSIVE, (a, b), is_counted=is_counted and not around)
         below: Sequence[bool | None] = (
-            _first_round_below(sources, more, one[depth:]),
-            _first_round_below(sources, more_there, other[depth:]),
+            _is_first_round(sources, more, one[depth:]),
+            _is_first_round(sources, more_there, other[depth:]),
         )
         below = tuple(
             False if first is None and goes_on else first for first, goes_on in zip(below, go_on, strict=True)
@@ -207,7 +207,7 @@ def _aligned(one: Position, other: Position) -> tuple[Position, Position]:
 
 def _loops(sources: Sources, a: Frame, b: Frame) -> tuple[list[Loop], list[Loop], list[Loop]]:
     """Return the loops around both lines, outermost first, and those around only the one and only the other."""
-    mine, others = loops_of(sources, a.place), loops_of(sources, b.place)
+    mine, others = find_loops(sources, a.place), find_loops(sources, b.place)
     shared = [loop for loop in mine if loop in others]
     return shared, [s for s in mine if s not in shared], [s for s in others if s not in shared]
 
@@ -217,7 +217,7 @@ def _by_counters(sources: Sources, loops: Sequence[Loop], a: Frame, b: Frame) ->
     scope = next(iter(sources.around(a.place)), None)
     is_counted = True
     for loop in loops:
-        here, there = (counter_of(loop, f.line, f.counters, scope) for f in (a, b))
+        here, there = (find_counter(loop, f.line, f.counters, scope) for f in (a, b))
         if here is None or there is None:
             is_counted = False
         elif here != there:
@@ -225,21 +225,21 @@ def _by_counters(sources: Sources, loops: Sequence[Loop], a: Frame, b: Frame) ->
     return None, is_counted
 
 
-def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position) -> bool | None:
+def _is_first_round(sources: Sources, loops: Sequence[Loop], frames: Position) -> bool | None:
     """Return whether the outermost loop that a rank is in, within its statement or below it, is in its first round.
 
     None without such a loop, or where it has no counter.
     """
     for i, frame in enumerate(frames):
-        for loop in loops if not i else loops_of(sources, frame.place):
+        for loop in loops if not i else find_loops(sources, frame.place):
             return is_first_round(loop, frame.counters)
     return None
 
 
-def is_in_loop_below(sources: Sources, position: Position, parted: Frame) -> bool:
+def is_inside_loop(sources: Sources, position: Position, parted: Frame) -> bool:
     """Return whether a rank is in a loop of a function that was called from the line ``parted`` of its position."""
     at = next((i for i, frame in enumerate(position) if frame is parted or frame == parted), len(position))
-    return any(loops_of(sources, frame.place) for frame in position[at + 1 :])
+    return any(find_loops(sources, frame.place) for frame in position[at + 1 :])
 
 
 def _in_one_function(
@@ -249,14 +249,14 @@ def _in_one_function(
     """Compare two lines of one function.
 
     ``open_loops`` are the loops without a counter around both lines; None among them is a loop around the function.
-    ``in_more``: whether each rank is in a loop that the other is not in. ``first_below``: `_first_round_below` of each
+    ``in_more``: whether each rank is in a loop that the other is not in. ``first_below``: `_is_first_round` of each
     rank.
     """
     parted, is_first = (a, b), a.line < b.line
     order, left = Order.BEFORE if is_first else Order.AFTER, in_more[0] if is_first else in_more[1]
     if not open_loops:
         return Compared(order, parted, left, is_counted=True)
-    at = line_in(latest, a.place) if latest is not None else 0
+    at = find_line(latest, a.place) if latest is not None else 0
     loop = open_loops[-1]
     if not at or (loop is not None and not loop.lineno <= at <= (loop.end_lineno or 0)):
         return Compared(order, parted, left)  # the loop has just begun
@@ -282,24 +282,24 @@ def are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
     parent, here, there = shared[-1], *(next((s for s in way if s not in shared), None) for way in (mine, others))
     if here is None or there is None:
         return False
-    blocks = [block for block in blocks_of(parent) if here in block or there in block]
+    blocks = [block for block in list_blocks(parent) if here in block or there in block]
     if len(blocks) == 2:
         in_handler = isinstance(parent, ast.Try | ast.TryStar) and parent.finalbody not in blocks
         return isinstance(parent, ast.If | ast.Match) or in_handler
     if len(blocks) != 1:
         return False
     first, inner = (here, mine) if blocks[0].index(here) < blocks[0].index(there) else (there, others)
-    return isinstance(first, ast.If) and _ends_in(first, inner)
+    return isinstance(first, ast.If) and _ends_branch(first, inner)
 
 
-def blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
+def list_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     """Return the blocks of a compound statement; [] of any other."""
     found = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     found += [handler.body for handler in getattr(statement, "handlers", [])]
     return found + [case.body for case in getattr(statement, "cases", [])]
 
 
-def _ends_in(statement: ast.If, way: Sequence[ast.stmt]) -> bool:
+def _ends_branch(statement: ast.If, way: Sequence[ast.stmt]) -> bool:
     """Return whether the branch of an ``if`` that contains a line ends in a jump, so that what follows the ``if`` is
     not reached.
     """

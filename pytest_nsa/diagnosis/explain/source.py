@@ -10,7 +10,7 @@ COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, a
 BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
+def find_loops(sources: Sources, place: str) -> list[ast.For | ast.While]:
     """Return the loops around a line, outermost first."""
     return [statement for statement in sources.around(place) if isinstance(statement, ast.For | ast.While)]
 
@@ -40,7 +40,7 @@ def _may_be_long(node: ast.AST) -> bool:
 
 def is_in_while(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``while``, or is its condition."""
-    return any(isinstance(loop, ast.While) for loop in loops_of(sources, place))
+    return any(isinstance(loop, ast.While) for loop in find_loops(sources, place))
 
 
 def line_that_ends(loop: ast.For | ast.While) -> int:
@@ -58,7 +58,7 @@ def polled_condition(sources: Sources, place: str) -> tuple[str, bool]:
     """Return the condition of the innermost ``while`` around a line, and whether memory alone decides it: it calls nothing but
     ``len``. For a ``while True``, it is the negation of the first condition that leaves it. ('', False) outside of such loops.
     """
-    loops = [loop for loop in loops_of(sources, place) if isinstance(loop, ast.While)]
+    loops = [loop for loop in find_loops(sources, place) if isinstance(loop, ast.While)]
     if not loops:
         return "", False
     test, is_left = loops[-1].test, False
@@ -95,7 +95,7 @@ def loss_location(sources: Sources, place: str) -> str:
     return f"{match['file']}:{max(computed)} in {place[match.end() :]}" if computed else ""
 
 
-def is_unwound_at(sources: Sources, place: str) -> bool:
+def is_unwinding_line(sources: Sources, place: str) -> bool:
     """Return whether an exception that is handled at a line is raised again after it: in a ``finally``, at the end of a
     ``with``, or in an ``except`` that ends in a bare ``raise``.
     """

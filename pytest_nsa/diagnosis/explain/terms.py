@@ -56,7 +56,7 @@ def _by_lines(order: Order) -> Callable[[Contrast], float]:
     return lambda c: c.order is order and not (c.compared.is_counted or c.compared.is_likely)
 
 
-def _passed_over(c: Contrast) -> float:
+def _was_skipped(c: Contrast) -> float:
     if token(c.call) == token(c.other_call):
         return 0.0  # a loop of one call: nothing shows which of its rounds was passed over
     return (1 - _bits("other")(c)) * (1 - _bits("other", "own")(c))
@@ -68,7 +68,7 @@ OWN: tuple[Term, ...] = (
     Term("surprise before other's", "has no earlier round that goes from its own call to the others'", _bits("own", "other")),
     Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
     Term("as many", "has made as many calls like this one as in each round before", _rounds(lambda now, usual: now >= usual)),
-    Term("passed over", "makes the call that follows the others' call in its earlier rounds", _passed_over),
+    Term("passed over", "makes the call that follows the others' call in its earlier rounds", _was_skipped),
     Term("no rounds", "has no earlier round to compare with", lambda c: len(c.counts) == 1),
     Term("changed", "carries something else than at its latest call by these lines", lambda c: c.has_changed),
     Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),
@@ -123,7 +123,7 @@ def size_values(named: int, others: int) -> dict[str, float]:
     return {"minority": max(-2.0, min(2.0, bits)), "majority": float(named > others), "several": float(named > 1)}
 
 
-def values_of(contrast: Contrast, sizes: dict[str, float], *, for_all: bool = False) -> dict[str, float]:
+def compute_values(contrast: Contrast, sizes: dict[str, float], *, for_all: bool = False) -> dict[str, float]:
     """Return the terms that hold, by name. ``for_all``: for an edit that names all ranks, and so takes no side."""
     found = {t.name: float(t.value(contrast)) for t in SHARED}
     if for_all:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, found_on, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, find_awaited, make_finding, rings
 from pytest_nsa.diagnosis.rules.exits import have_own_errors, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.messages import finding_of_messages
@@ -49,11 +49,11 @@ def left_alone(evidence: Evidence) -> Finding | None:
     When the finished rank's process ends, the waiting ranks see a closed connection: that error is a consequence, not a
     cause.
     """
-    entered = left_behind(evidence)
-    return None if entered is None else finding_without(evidence, entered)
+    entered = find_left_ranks(evidence)
+    return None if entered is None else find_absence(evidence, entered)
 
 
-def finding_without(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> Finding | None:
+def find_absence(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> Finding | None:
     """Return the finding that explains why ranks wait in ``entered`` while others ended their test without it.
 
     ``among``: the ranks that it may name, () for all.
@@ -71,7 +71,7 @@ def finding_without(evidence: Evidence, entered: Calls, among: Collection[int] =
     )  # fmt: skip
 
 
-def left_behind(evidence: Evidence) -> Calls | None:
+def find_left_ranks(evidence: Evidence) -> Calls | None:
     """Return, by rank, the call that it waits in or that it passed, where each rank does one of the two and both occur."""
     finished = [r for r in evidence.ranks if r.finished and r.passed]
     left = [r for r in evidence.ranks if r not in finished and awaited(r) is not None]
@@ -83,7 +83,7 @@ def left_behind(evidence: Evidence) -> Calls | None:
         return None  # one of their threads may still make the call
     if have_own_errors(left):
         return None
-    waits = awaited_by(left)
+    waits = find_awaited(left)
     of_all = [c for c in waits.values() if c.peer == -1]
     lacks = lacking(of_all, [r.rank for r in finished], rings(evidence), evidence.members)
     if len(of_all) == len(waits) and not any(lacks.values()):
@@ -104,7 +104,7 @@ def not_entered(evidence: Evidence) -> Finding | None:
     inside = board.inside[0] if board is not None and board.inside else None
     missed = inside.describe() if inside is not None else "a collective"
     cause = "init_timeout" if inside is not None and inside.op == NEW_GROUP else "missing_collective"
-    return found_on(evidence, cause, absent, f"{who} never entered {missed}, in which the others wait", 0.6)
+    return make_finding(evidence, cause, absent, f"{who} never entered {missed}, in which the others wait", 0.6)
 
 
 def _may_wait_in_backward(rank: RankEvidence) -> bool:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, parts_of
+from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, split_place
 from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
-from pytest_nsa.diagnosis.words import awaited_within, in_symbol, who_holds
+from pytest_nsa.diagnosis.words import describe_inner_wait, in_symbol, who_holds
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import (
@@ -69,7 +69,7 @@ class Activity:
 MOST_FRAMES = 100  # of a stack, in dumps by faulthandler and by the rank itself
 
 
-def activity_of(rank: RankEvidence) -> Activity | None:
+def find_activity(rank: RankEvidence) -> Activity | None:
     """Return what a rank is blocked in; None where no evidence shows it."""
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
         _stopped, _compiling, _importing,
@@ -311,7 +311,7 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     where = loop.tasks[0] if loop.tasks else ""
     if loop.files:
         return Activity("io_stuck", "waits in asyncio's loop for data from a socket or a pipe", 0.7, where)
-    frame = parts_of(where)
+    frame = split_place(where)
     if loop.timers and "sleep(" in rank.sources.line(frame[0], frame[1]):
         return Activity("sleeping", "sleeps in asyncio's loop", 0.7, where)
     if loop.timers:
@@ -336,7 +336,7 @@ def _in_executor(rank: RankEvidence, thread: ThreadStack) -> Activity:
         at = thread.user_frame.describe()
         return Activity("io_stuck", f"{text}, which is at {at}", 0.6, at)
     where = rank.loop.tasks[0] if rank.loop is not None and rank.loop.tasks else ""
-    frame = parts_of(where)
+    frame = split_place(where)
     if where and re.search(r"\bsleep\b", rank.sources.line(frame[0], frame[1])):
         return Activity("sleeping", f"{text}, which sleeps", 0.6, where)
     inner = next((f for f in thread.frames if not f.is_ours), thread.frames[0]).describe()
@@ -389,7 +389,7 @@ def _lock(rank: RankEvidence) -> Activity | None:
     if not (by_file or source or by_wait):
         return None
     hook = ", in a gradient hook" if stack is not None and stack.is_in_hook else ""
-    description = f"waits for {awaited_within(_library_frames(rank), _source(rank))}{hook}"
+    description = f"waits for {describe_inner_wait(_library_frames(rank), _source(rank))}{hook}"
     return Activity("lock_deadlock", description, 0.9 if by_file or source else 0.7)
 
 

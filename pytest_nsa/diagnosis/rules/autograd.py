@@ -94,8 +94,8 @@ def never_arrived(evidence: Evidence) -> Finding | None:
     """
     without = [r for r in evidence.ranks if r.gradients_missing]
     asserted = [(r, error) for r in without if (error := _assertion_on_missing_gradient(r)) is not None]
-    waited_for = [r for r in without if r.needs_every_gradient]
-    blamed = waited_for or [r for r, _ in asserted]
+    find_awaited_ranks = [r for r in without if r.needs_every_gradient]
+    blamed = find_awaited_ranks or [r for r, _ in asserted]
     if not blamed:
         return None
     ranks, n = tuple(r.rank for r in blamed), evidence.job.world_size

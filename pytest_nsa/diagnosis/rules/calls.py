@@ -9,7 +9,7 @@ from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.locations import diverging_lines
 from pytest_nsa.diagnosis.explain.messages import END
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited_by, last_seen, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, find_awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
@@ -18,12 +18,12 @@ from pytest_nsa.diagnosis.words import (
     because,
     each_call,
     exhausted_loaders,
+    list_terms,
     members_of_groups,
     race_of_threads,
-    terms_of,
 )
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
-from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
+from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, find_awaited_ranks, first_departure
 from pytest_nsa.evidence.values import Evidence
 
 _OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  # causes that a skipped call may have
@@ -32,9 +32,9 @@ _OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  
 def departed(evidence: Evidence) -> Finding | None:
     """Find that ranks entered different collectives at the same place of their group's sequence."""
     entered = first_departure(rings(evidence))
-    if entered is None or _raised_before(evidence, entered):
+    if entered is None or _raised_earlier(evidence, entered):
         return None
-    return finding_of(evidence, entered)
+    return explain_calls(evidence, entered)
 
 
 def waiting_in_different_calls(evidence: Evidence) -> Finding | None:
@@ -42,7 +42,7 @@ def waiting_in_different_calls(evidence: Evidence) -> Finding | None:
     if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
         return None
     found = held_in_different_calls(evidence)
-    return None if found is None else finding_of(evidence, found)
+    return None if found is None else explain_calls(evidence, found)
 
 
 def held_in_different_calls(evidence: Evidence) -> Calls | None:
@@ -52,7 +52,7 @@ def held_in_different_calls(evidence: Evidence) -> Calls | None:
     other waits for.
     """
     alive = [r for r in evidence.ranks if not r.finished]
-    found = awaited_by(alive)
+    found = find_awaited(alive)
     entered = rings(evidence)
     if any(not r.is_waiting for r in alive):
         waits = {r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}
@@ -64,24 +64,24 @@ def held_in_different_calls(evidence: Evidence) -> Calls | None:
         return None
     if any_can_complete(found.values(), entered):
         return None
-    held = {rank: found[rank] for rank in sorted(waited_for(found, entered, evidence.members))}
+    held = {rank: found[rank] for rank in sorted(find_awaited_ranks(found, entered, evidence.members))}
     return held if len({c.place for c in held.values()}) > 1 else found
 
 
-def finding_of(evidence: Evidence, entered: Calls) -> Finding | None:
+def explain_calls(evidence: Evidence, entered: Calls) -> Finding | None:
     """Return the finding that explains why ranks are in the different calls ``entered``; None where all are in one."""
     found = explain(evidence, entered)
-    return None if found is None else finding_from(evidence, entered, found)
+    return None if found is None else make_calls_finding(evidence, entered, found)
 
 
-def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Finding:
+def make_calls_finding(evidence: Evidence, entered: Calls, found: Explanation) -> Finding:
     """Return the finding for an explanation by an edit of collectives, with the line to look at."""
     n, edit = evidence.job.world_size, found.candidate.edit
     ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
     shown = each_call(entered, n, with_steps=any(c.step for c in entered.values()))
     each = f"; {shown}" if len({c.describe() for c in entered.values() if c.op != END}) > 1 else ""
-    values, terms = found.candidate.values, terms_of(found, n)
+    values, terms = found.candidate.values, list_terms(found, n)
     name, of_others = f"another {mine.op}" if mine.op == other.op else mine.describe_number(), other.describe_number()
     payloads = f"; {mine.describe_payload()}, not {other.describe_payload()}" if mine.op == other.op else ""
     if edit is Edit.ORDER:
@@ -113,7 +113,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:
         # For a skipped call, the line to look at is the others' call.
-        left = origin_of(evidence, ranks, other)
+        left = find_origin(evidence, ranks, other)
         reason += left.since
     elif edit is Edit.EXTRA and cause == edit.cause and culprits == ranks:
         left = origin_of_extra(evidence, ranks, mine) or left
@@ -138,7 +138,7 @@ def _within(found: Explanation) -> str:
     return f", at {within[1].place.rpartition('-packages/')[2]}" if within else ""
 
 
-def _raised_before(evidence: Evidence, entered: Calls) -> bool:
+def _raised_earlier(evidence: Evidence, entered: Calls) -> bool:
     """Return whether a rank had raised before it entered the differing call: the calls of its teardown are a
     consequence.
     """
@@ -160,36 +160,36 @@ class Origin:
     since: str = ""
 
 
-def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective) -> Origin:
+def find_origin(evidence: Evidence, culprits: tuple[int, ...], missed: Collective) -> Origin:
     """Return where the culprits left the others' path: at ``missed``, in which the others wait; or earlier, at a call
     that was paired with a similar next one, or at a call of another group in the same round.
     """
-    differing = alone_in(evidence, culprits, missed, of_culprits=False) or first_at_different_lines(
+    differing = is_alone_inside(evidence, culprits, missed, of_culprits=False) or first_at_different_lines(
         evidence, culprits, missed
     )
     if differing is None:
         return Origin(missed.site)
-    return _origin_at(*differing, "the others", describe_ranks(culprits, evidence.job.world_size))
+    return _make_origin(*differing, "the others", describe_ranks(culprits, evidence.job.world_size))
 
 
 def origin_of_extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective) -> Origin | None:
     """Return where the culprits made an extra call before ``call``, in which they are: it was paired with the others' next call.
     None without one.
     """
-    differing = alone_in(evidence, culprits, call, of_culprits=True)
+    differing = is_alone_inside(evidence, culprits, call, of_culprits=True)
     if differing is None:
         return None
-    return _origin_at(*differing, describe_ranks(culprits, evidence.job.world_size), "the others")
+    return _make_origin(*differing, describe_ranks(culprits, evidence.job.world_size), "the others")
 
 
-def _origin_at(call: Collective, paired: Collective, who: str, others: str) -> Origin:
+def _make_origin(call: Collective, paired: Collective, who: str, others: str) -> Origin:
     """Return the origin at ``call``, which ``who`` entered where the ``others`` entered ``paired``."""
     here, there = diverging_lines(call.way, paired.way)
     since = f"; off by one call since {call.op} #{call.sequence}, which {who} entered at {here}, {others} at {there}"
     return Origin(call.site, here if len(call.way) > 1 and here != call.site else "", since)
 
 
-def alone_in(
+def is_alone_inside(
     evidence: Evidence, culprits: tuple[int, ...], until: Collective, *, of_culprits: bool
 ) -> tuple[Collective, Collective] | None:
     """Return the first call before ``until`` from a line at which only one side made calls, and the other side's with its number.

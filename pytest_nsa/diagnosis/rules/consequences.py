@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.messages import ended
-from pytest_nsa.diagnosis.explain.program import Order, compare, position_of
+from pytest_nsa.diagnosis.explain.program import Order, compare, find_position
 from pytest_nsa.diagnosis.facts import awaited, exception_fact
-from pytest_nsa.diagnosis.rules.absence import finding_without
+from pytest_nsa.diagnosis.rules.absence import find_absence
 from pytest_nsa.diagnosis.rules.exits import first_exceptions, rank_raised
 from pytest_nsa.diagnosis.verdict import Finding, stated
 from pytest_nsa.evidence.board import Collective
@@ -36,7 +36,7 @@ def raised_after_a_skip(evidence: Evidence) -> Finding | None:
     # An edit of the ranks that wait would not explain the exceptions.
     ends = {rank: replace(ended(evidence.ranks[rank]), site=error.where) for rank, error in raised.items()}
     entered = waits | {r.rank: ended(r) for r in done} | ends
-    found = finding_without(evidence, entered, (*raised, *(r.rank for r in done)))
+    found = find_absence(evidence, entered, (*raised, *(r.rank for r in done)))
     first = rank_raised(evidence)
     if found is None or first is None:
         return None
@@ -88,27 +88,27 @@ def _passed(
 ) -> _Passed:
     """Return whether a rank that raised had passed the statement from which a waiting rank came to its call."""
     if error.when == "teardown":  # the body ended without an exception
-        is_in_body = call.way[-1].rpartition(" in ")[2] == _function_of(evidence.job.nodeid)
+        is_in_body = call.way[-1].rpartition(" in ")[2] == _get_function(evidence.job.nodeid)
         return _Passed.YES if is_in_body else _Passed.NO
     found = compare(
-        evidence.sources, position_of(rank, replace(ended(rank), site=error.where)), position_of(waiter, call), None
+        evidence.sources, find_position(rank, replace(ended(rank), site=error.where)), find_position(waiter, call), None
     )
     if found.order is Order.SAME and error.type == "AssertionError":
         return _Passed.IN_SOME_ROUND  # an assert evaluates its line's calls first
     if found.order is not Order.AFTER or not found.parted:
         return _Passed.NO
-    if _leaves_at(evidence.sources, found.parted[1].place, found.parted[0].line):
+    if _leaves_with(evidence.sources, found.parted[1].place, found.parted[0].line):
         return _Passed.NO
     if found.is_counted:
         return _Passed.YES
     return _Passed.NO if ended(rank).step < call.step else _Passed.IN_SOME_ROUND
 
 
-def _function_of(nodeid: str) -> str:
+def _get_function(nodeid: str) -> str:
     return nodeid.rpartition("::")[2].partition("[")[0]
 
 
-def _leaves_at(sources: Sources, place: str, line: int) -> bool:
+def _leaves_with(sources: Sources, place: str, line: int) -> bool:
     """Return whether ``place`` is the head of a ``with`` around ``line``: its exit may make the call, after the body."""
     found = sources.around(place)
     return bool(found) and isinstance(found[-1], ast.With | ast.AsyncWith) and line <= (found[-1].end_lineno or 0)

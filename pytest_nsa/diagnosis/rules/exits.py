@@ -15,8 +15,8 @@ from pytest_nsa.diagnosis.facts import (
     awaited,
     exception_fact,
     exit_fact,
-    found_on,
     last_seen,
+    make_finding,
     owning_module,
     signal_text,
 )
@@ -75,7 +75,7 @@ def _is_of_memory(error: RaisedException) -> bool:
     return any(kind in MEMORY for kind in kinds) or any(part in t.lower() for t in texts for part in _MEMORY_TEXTS)
 
 
-def _description_of(error: RaisedException) -> tuple[str, str]:
+def _describe_error(error: RaisedException) -> tuple[str, str]:
     """Return an exception's message in one line, and its location. The message of an error in a data loader's worker
     contains the worker's traceback.
     """
@@ -139,7 +139,7 @@ def rank_died(evidence: Evidence) -> Finding | None:
     reason = f"rank {rank.rank} was ended by {name}{at}{ago}"
     if rank.abort_message:
         reason += f": {rank.abort_message[:200]}"
-    found = found_on(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
+    found = make_finding(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
     if rank.signal not in _OF_A_CRASH:
         return found
     return replace(found, advice=_OF_CRASHES + _ALSO_OF.get(signal.Signals(rank.signal), ""))
@@ -178,10 +178,10 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     culprits = tuple(sorted(failed or (r.rank for r, _ in same)))
     others = [r for r in evidence.ranks if r.rank not in {s.rank for s, _ in same}]
     waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
-    cause = _cause_of(error, is_ordinary=not waited and not failed, of_all=len(same) == len(evidence.ranks))
+    cause = _choose_cause(error, is_ordinary=not waited and not failed, of_all=len(same) == len(evidence.ranks))
     if cause == "assertion":
         first_rank, error = min(same, key=lambda pair: pair[0].rank)  # which of them was first is chance
-    reason, where = _description_of(error)
+    reason, where = _describe_error(error)
     if failed:
         who = describe_ranks(culprits, evidence.job.world_size)
         reason = f"{failed[culprits[0]]} on {who}, for which every rank raises {error.type}"
@@ -204,7 +204,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _cause_of(error: RaisedException, *, is_ordinary: bool, of_all: bool) -> str:
+def _choose_cause(error: RaisedException, *, is_ordinary: bool, of_all: bool) -> str:
     """Return the cause that an exception belongs to. ``is_ordinary``: no rank waited for one that raised it."""
     if error.type in LEAVES:
         return "rank_exited"
@@ -228,14 +228,14 @@ def _advice_on_a_failure(evidence: Evidence, same: Raised, later: Raised) -> str
         return f"{where_else}: look at what differs there, its data, seed or state"
     if len({(e.message.partition("\n")[0], e.chain) for _, e in same}) > 1:
         return "all ranks fail here, with different errors or values: compare them, and what the test computes"
-    latest = [call for rank, error in same for call in _exchanges_before(rank, error)[-1:]]
+    latest = [call for rank, error in same for call in _list_earlier_exchanges(rank, error)[-1:]]
     if not latest:
         return ""
     lines = " and ".join(dict.fromkeys(f"{c.op} at {' called at '.join(c.way[:2])}" for c in latest[:2]))
     return f"no rank differs: all fail alike, after they exchanged data (the latest: {lines}); look at what each rank gave there"
 
 
-def _exchanges_before(rank: RankEvidence, error: RaisedException) -> list[Collective]:
+def _list_earlier_exchanges(rank: RankEvidence, error: RaisedException) -> list[Collective]:
     """Return the calls by which a rank received data of other ranks before it raised, oldest first."""
     calls = (c for c in rank.collectives if c.left > 0 and c.entered < error.time and c.size > 1)
     return [c for c in calls if c.count and not c.is_send]
@@ -264,7 +264,7 @@ def rank_gone(evidence: Evidence) -> Finding | None:
     if any(r.fatal_signal for r in gone):
         return rank_died(evidence)
     reason = f"the process of rank {gone[0].rank} is gone without an exit code: killed, or ended by os._exit"
-    return found_on(evidence, "rank_died", gone, reason, 0.8, certain=True)
+    return make_finding(evidence, "rank_died", gone, reason, 0.8, certain=True)
 
 
 def rank_exited(evidence: Evidence) -> Finding | None:
@@ -274,7 +274,7 @@ def rank_exited(evidence: Evidence) -> Finding | None:
         return None
     rank = min(gone, key=lambda r: r.exit_time)
     reason = f"rank {rank.rank} exited with code {rank.exit_code} before its test ended"
-    return found_on(evidence, "rank_exited", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
+    return make_finding(evidence, "rank_exited", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
 
 
 def rank_replaced(evidence: Evidence) -> Finding | None:
@@ -285,7 +285,7 @@ def rank_replaced(evidence: Evidence) -> Finding | None:
     rank = replaced[0]
     reason = f"rank {rank.rank} runs the program {rank.process['program']} in place of its test, by os.exec"
     where = rank.board.line if rank.board is not None else ""  # the process has no Python stack
-    return found_on(evidence, "rank_exited", [rank], reason, 0.9, where=where)
+    return make_finding(evidence, "rank_exited", [rank], reason, 0.9, where=where)
 
 
 def _by_time(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
@@ -343,7 +343,7 @@ def only_victims(evidence: Evidence) -> Finding | None:
     if not errors:
         rank = min(aborted, key=lambda r: r.exit_time)
         reason = f"rank {rank.rank} was aborted: {rank.abort_message[:200]} (no rank is known to have exited before)"
-        return found_on(evidence, "rank_died", [rank], reason, 0.3, facts=(exit_fact(rank),))
+        return make_finding(evidence, "rank_died", [rank], reason, 0.3, facts=(exit_fact(rank),))
     rank, error = min(errors, key=lambda pair: pair[1].time)
     return Finding(
         cause="rank_exception", ranks=(rank.rank,), where=error.where,

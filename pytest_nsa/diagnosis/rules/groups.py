@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, awaited_by, doing
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, find_awaited
 from pytest_nsa.diagnosis.rules.exits import have_own_errors
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
-from pytest_nsa.evidence.board import CUT, NEW_GROUP, Collective, world_of
-from pytest_nsa.evidence.collectives import ranks_of
+from pytest_nsa.evidence.board import CUT, NEW_GROUP, Collective, get_world
+from pytest_nsa.evidence.collectives import parse_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 Difference = tuple[str, tuple[int, ...], str, str]  # cause, ranks at fault, line, reason
@@ -31,13 +31,13 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     if have_own_errors(evidence.ranks):
         return None
     alive = [r for r in evidence.ranks if not r.finished and not r.exceptions]
-    waits = awaited_by(alive)
+    waits = find_awaited(alive)
     making = {r: c for r, c in waits.items() if c.op == NEW_GROUP and c.note} or _made_unlike(evidence, waits)
     if not making or any(not r.is_waiting for r in alive):
         return None
     if any(c.note.endswith(CUT) for c in making.values()):
         return None  # its members are unknown
-    elsewhere = {rank: c for rank, c in making.items() if world_of(c.group)}
+    elsewhere = {rank: c for rank, c in making.items() if get_world(c.group)}
     if elsewhere:
         return _group_of_another_world(evidence, elsewhere)
     n = evidence.job.world_size
@@ -70,7 +70,7 @@ def _made_unlike(evidence: Evidence, waits: Mapping[int, Collective]) -> dict[in
     Such groups share their keys in the store: their members cannot meet, and the first call in the group waits.
     """
     n = evidence.job.world_size
-    made = {r.rank: {number_of(c): c for c in made_by(r)} for r in evidence.ranks if r.board is not None}
+    made = {r.rank: {get_number(c): c for c in list_created_groups(r)} for r in evidence.ranks if r.board is not None}
     found: dict[int, Collective] = {}
     for group in {c.group for c in waits.values()}:
         created = {rank: groups[group] for rank, groups in made.items() if group in groups}
@@ -118,7 +118,7 @@ def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> D
     """
     if not all(is_numbered(c) for c in making.values()):
         return None
-    n, made = evidence.job.world_size, {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
+    n, made = evidence.job.world_size, {r.rank: list_created_groups(r) for r in evidence.ranks if r.board is not None}
     for place in range(max(map(len, made.values()), default=0)):
         at = {rank: members_of_new(calls[place], n) for rank, calls in made.items() if place < len(calls)}
         without = [rank for rank in made if rank not in at and rank not in making]
@@ -184,27 +184,27 @@ ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
 
 def members_of_new(call: Collective, world_size: int) -> frozenset[int]:
     """Return the ranks that a new group's note names ('2: 0-3,8'); all ranks where it names none."""
-    return _named_in(call.note.partition(": ")[2], world_size)
+    return _parse_members(call.note.partition(": ")[2], world_size)
 
 
 @functools.lru_cache(maxsize=256)
-def _named_in(text: str, world_size: int) -> frozenset[int]:
-    return frozenset(ranks_of(text, world_size) or range(world_size))  # a frozenset caches its hash
+def _parse_members(text: str, world_size: int) -> frozenset[int]:
+    return frozenset(parse_ranks(text, world_size) or range(world_size))  # a frozenset caches its hash
 
 
 def is_numbered(call: Collective) -> bool:
     """Return whether torch numbers a group, so that all ranks create it in one order. The name of a group that only its
     members create is a hash.
     """
-    return number_of(call).isdigit()
+    return get_number(call).isdigit()
 
 
-def number_of(call: Collective) -> str:
+def get_number(call: Collective) -> str:
     """Return the number or name under which a group is created."""
     return call.note.partition(":")[0]
 
 
-def made_by(rank: RankEvidence) -> list[Collective]:
+def list_created_groups(rank: RankEvidence) -> list[Collective]:
     """Return the creations of numbered groups that a rank entered, in their order."""
     return [c for c in rank.collectives if c.op == NEW_GROUP and is_numbered(c) and not c.note.endswith(CUT)]
 

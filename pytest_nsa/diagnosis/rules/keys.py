@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.keys import Wanted, call_of, kind_of
+from pytest_nsa.diagnosis.explain.keys import Wanted, get_call, get_kind
 from pytest_nsa.diagnosis.explain.messages import KEY, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, few, last_seen
-from pytest_nsa.diagnosis.rules.calls import finding_from
+from pytest_nsa.diagnosis.rules.calls import make_calls_finding
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, stated
-from pytest_nsa.diagnosis.words import because, describe_awaited, terms_of, waits_for_a_key
+from pytest_nsa.diagnosis.words import because, describe_awaited, list_terms, waits_for_a_key
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, KeyUse
 
@@ -24,8 +24,8 @@ def unset(evidence: Evidence) -> Finding | None:
         return None
     n, wanted, ranks = evidence.job.world_size, found.candidate.wanted, found.candidate.ranks
     if wanted is None:  # another thread of a rank might set the key
-        return replace(finding_from(evidence, entered, found), certain=False, is_permanent=False)
-    facts, terms = all_facts(evidence.ranks), terms_of(found, n)
+        return replace(make_calls_finding(evidence, entered, found), certain=False, is_permanent=False)
+    facts, terms = all_facts(evidence.ranks), list_terms(found, n)
     if found.candidate.is_for_all:
         first = evidence.ranks[ranks[0]]
         reason = by_ranks({rank: waits_for_a_key(evidence.ranks[rank]) for rank in ranks}, n)
@@ -66,7 +66,7 @@ def held_for_keys(evidence: Evidence) -> Calls | None:
         if rank.finished:
             entered[rank.rank] = ended(rank)
         elif rank.waits_for_a_key and not rank.is_waiting:
-            entered[rank.rank] = call_of(rank)
+            entered[rank.rank] = get_call(rank)
         elif rank.is_waiting and call is not None:
             entered[rank.rank] = call
         else:
@@ -78,7 +78,7 @@ def _usual(evidence: Evidence, wanted: Wanted, ranks: tuple[int, ...]) -> KeyUse
     """Return the latest use by which one of ``ranks``, else any rank, set such a key; None without one."""
     every = [r for r in evidence.ranks if r.rank not in ranks]
     for rank in [*(evidence.ranks[r] for r in ranks), *every]:
-        latest = wanted.keys.latest(kind_of(wanted.name), rank.rank)
+        latest = wanted.keys.latest(get_kind(wanted.name), rank.rank)
         if latest is not None:
             return latest[1]
     return None

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import ended, is_collective
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited_by, has_lost_calls, last_seen, rings
-from pytest_nsa.diagnosis.rules.calls import finding_from
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, find_awaited, has_lost_calls, last_seen, rings
+from pytest_nsa.diagnosis.rules.calls import make_calls_finding
 from pytest_nsa.diagnosis.rules.exits import have_own_errors
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
-from pytest_nsa.diagnosis.words import because, describe_awaited, each_call, terms_of
+from pytest_nsa.diagnosis.words import because, describe_awaited, each_call, list_terms
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence
@@ -43,7 +43,7 @@ def held_in_messages(evidence: Evidence) -> Calls | None:
     if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
-    waits = awaited_by(alive)
+    waits = find_awaited(alive)
     pending = {rank: c for rank, c in waits.items() if c.peer != -1}
     if not pending or len(waits) < len(alive) or any(not r.is_waiting for r in alive):
         return None
@@ -65,7 +65,7 @@ def finding_of_messages(evidence: Evidence, entered: Calls, among: Collection[in
     if found is None:
         return None
     if found.candidate.owed is None:
-        return finding_from(evidence, entered, found)
+        return make_calls_finding(evidence, entered, found)
     n, owed, ranks = evidence.job.world_size, found.candidate.owed, found.candidate.ranks
     pending = {rank: c for rank, c in sorted(entered.items()) if c.peer != -1}
     blames_waiter = found.candidate.edit is not Edit.UNANSWERED
@@ -85,14 +85,14 @@ def finding_of_messages(evidence: Evidence, entered: Calls, among: Collection[in
     }
     reason += f"; {each_call(collectives, n)}" if collectives else ""
     call, where = owed.call, owed.call.site
-    if not blames_waiter and owed.is_passed_over:
+    if not blames_waiter and owed.was_skipped:
         call = owed.answers[-1]
         where = call.site
         reason += f"; the other half is like {call.describe()}"
     elif ranks[0] in pending:
         call = pending[ranks[0]]
         where = last_seen(evidence.ranks[ranks[0]]) or call.site
-    terms = terms_of(found, n)
+    terms = list_terms(found, n)
     return Finding(
         cause="p2p_unmatched", ranks=ranks, where=where, called_from=next(iter(call.way[1:]), ""),
         reason=reason + because(terms), certain=found.is_certain, is_permanent=True,
@@ -161,7 +161,7 @@ def lost_messages(evidence: Evidence) -> Finding | None:
     dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped and c.peer != -1}
     if evidence.stop not in (*STOPS, "left_alone") or not dropped or any(not r.is_waiting for r in alive):
         return None
-    waits = awaited_by(alive)
+    waits = find_awaited(alive)
     return _dropped_finding(evidence, dropped, waits, certain=False)
 
 

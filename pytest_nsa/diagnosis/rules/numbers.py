@@ -127,7 +127,7 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
     return next((finding for finding in found if finding is not None), None)
 
 
-def diverged_before(evidence: Evidence) -> Finding | None:
+def differed_earlier(evidence: Evidence) -> Finding | None:
     """Find that ranks diverged before the test's own assertions failed, where nothing else failed: a possible cause of
     the failure.
     """

@@ -9,8 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
-from pytest_nsa.diagnosis.facts import all_facts, awaited, awaited_by, exception_fact, has_lost_calls, last_seen, rings
-from pytest_nsa.diagnosis.rules.calls import finding_of
+from pytest_nsa.diagnosis.facts import (
+    all_facts,
+    awaited,
+    exception_fact,
+    find_awaited,
+    has_lost_calls,
+    last_seen,
+    rings,
+)
+from pytest_nsa.diagnosis.rules.calls import explain_calls
 from pytest_nsa.diagnosis.rules.exits import deaths, have_own_errors
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.diagnosis.words import A_GROUP_A_THREAD
@@ -82,11 +90,11 @@ def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
     ended = [r for r in evidence.ranks if r.fatal_signal == signal.SIGABRT]
     if not ended or have_own_errors(evidence.ranks):
         return None
-    waits = awaited_by(evidence.ranks)
+    waits = find_awaited(evidence.ranks)
     groups, process_groups = {c.group for c in waits.values()}, {c.process_group for c in waits.values()}
     if len(waits) < len(evidence.ranks) or len(groups) != 2 or len(process_groups) != 1:
         return None
-    return finding_of(evidence, waits)
+    return explain_calls(evidence, waits)
 
 
 def _unexpected_size(evidence: Evidence, rank: RankEvidence, at: Collective) -> Finding | None:

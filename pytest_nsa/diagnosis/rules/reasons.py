@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.counters import alike
-from pytest_nsa.diagnosis.explain.locations import parts_of
+from pytest_nsa.diagnosis.explain.locations import split_place
 from pytest_nsa.diagnosis.explain.program import Order
-from pytest_nsa.diagnosis.facts import awaited, awaited_by
+from pytest_nsa.diagnosis.facts import awaited, find_awaited
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.diagnosis.words import step_that_differs
@@ -29,7 +29,7 @@ def explained(
 ) -> tuple[tuple[int, ...], str, str]:
     """Return the finding with what other evidence shows about the culprits: differing steps, paths, hooks, threads."""
     # A rank that is behind has not reached the rest of its step.
-    odd = None if cause == "extra_collective" and are_behind(evidence, culprits) else anomaly(evidence)
+    odd = None if cause == "extra_collective" and have_fallen_back(evidence, culprits) else anomaly(evidence)
     if odd is not None and odd.is_habit and not set(odd.ranks) & set(culprits):
         odd = None  # a rank that accumulates at another rhythm synchronises at other steps
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
@@ -74,17 +74,17 @@ def _is_in_hook(rank: RankEvidence) -> bool:
     call = awaited(rank)
     if call is None or (rank.stack is not None and not rank.exceptions):
         return rank.stack is not None and rank.stack.is_in_hook
-    file, _, function = parts_of(call.site)
+    file, _, function = split_place(call.site)
     if rank.exceptions and not any((e.file, e.function) == (file, function) for e in rank.exceptions):
         return False  # the call was begun there, and waited for elsewhere
-    callers = [parts_of(place) for place in call.way[1:]]
+    callers = [split_place(place) for place in call.way[1:]]
     begins = any(file_name(file) == f and ".backward(" in rank.sources.line(file, line) for f, line, _ in callers)
     return begins and not {function, *(name for *_, name in callers)} & {"backward", "forward"}
 
 
-def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
+def have_fallen_back(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
     """Return whether the loops' counters place the culprits before the call that each other rank waits in."""
-    found = awaited_by(evidence.ranks)
+    found = find_awaited(evidence.ranks)
     if any(rank not in found for rank in culprits):
         return False
     mine = alike(evidence, found, culprits)

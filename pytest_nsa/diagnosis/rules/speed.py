@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import found_on
+from pytest_nsa.diagnosis.facts import make_finding
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.diagnosis.words import progress_of, rate_of
+from pytest_nsa.diagnosis.words import describe_progress, describe_rate
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 MANY_NODES = 20_000
@@ -27,8 +27,8 @@ def graph_explosion(evidence: Evidence) -> Finding | None:
     assert rank.board is not None
     n, module = rank.board.numbers, rank.board.nodes_module
     total = max(n["nodes"], n["nodes_owned"])
-    reason = f"{module} makes {n['nodes_owned']:,.0f} of the forward's {total:,.0f} autograd nodes; {progress_of(rank)}"
-    return found_on(evidence, "graph_explosion", found, reason, 0.8, module=module)
+    reason = f"{module} makes {n['nodes_owned']:,.0f} of the forward's {total:,.0f} autograd nodes; {describe_progress(rank)}"
+    return make_finding(evidence, "graph_explosion", found, reason, 0.8, module=module)
 
 
 def _many_nodes(rank: RankEvidence) -> bool:
@@ -48,11 +48,11 @@ def straggler(evidence: Evidence) -> Finding | None:
     """Find that the ranks move, and one is last in nearly every collective, while the others wait for most of the time."""
     if evidence.stop not in ("deadline", "host_died") or not evidence.moved_at_stop:
         return None
-    last, waited = _always_last(evidence), _waited_for(evidence)
+    last, waited = _always_last(evidence), _find_awaited_rank(evidence)
     late = last if waited is None or (last is not None and last[0] == waited[0]) else waited  # who is waited for now
     if late is None:
         return None
-    return found_on(evidence, "straggler", [evidence.ranks[rank] for rank in late[0]], late[1], 0.8)
+    return make_finding(evidence, "straggler", [evidence.ranks[rank] for rank in late[0]], late[1], 0.8)
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
@@ -89,7 +89,7 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     )
 
 
-def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
+def _find_awaited_rank(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     """Find that the others are blocked in a collective that a rank which makes progress has not reached."""
     waiting = [r for r in evidence.ranks if not r.finished and not r.moved_at_stop and r.is_waiting]
     moving = tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop)
@@ -106,5 +106,5 @@ def slow(evidence: Evidence) -> Finding | None:
         return None
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
     moving = moving or [r for r in evidence.ranks if not r.finished] or list(evidence.ranks)
-    reason = f"the ranks still made progress at the time limit: {rate_of(evidence)}"
-    return found_on(evidence, "slow", moving, reason, 0.8, module="")
+    reason = f"the ranks still made progress at the time limit: {describe_rate(evidence)}"
+    return make_finding(evidence, "slow", moving, reason, 0.8, module="")

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pytest_nsa.diagnosis.facts import (
     all_facts,
     awaited,
-    awaited_by,
     doing,
-    found_on,
+    find_awaited,
     last_seen,
+    make_finding,
     owning_module,
     signal_text,
 )
-from pytest_nsa.diagnosis.rules.activity import Activity, activity_of, computes_aside, is_silent
+from pytest_nsa.diagnosis.rules.activity import Activity, computes_aside, find_activity, is_silent
 from pytest_nsa.diagnosis.rules.exits import deaths, gave_up
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
@@ -37,7 +37,7 @@ def blocked(evidence: Evidence) -> Finding | None:
     activities = {
         rank.rank: _with_holders(activity, alive, evidence.job.world_size)
         for rank in absent
-        if (activity := activity_of(rank)) is not None
+        if (activity := find_activity(rank)) is not None
     }
     if not activities:
         return None
@@ -65,7 +65,7 @@ def blocked(evidence: Evidence) -> Finding | None:
     for number, other in more:
         at = other.where or last_seen(evidence.ranks[number])
         reason += f"; a second cause: rank {number} {other.description} ({other.cause}, at {at})"
-    found = found_on(
+    found = make_finding(
         evidence, activity.cause, [evidence.ranks[r] for r in culprits], reason, activity.confidence,
         where=activity.where or last_seen(rank), module=owning_module(rank),
     )  # fmt: skip
@@ -98,7 +98,7 @@ def late(evidence: Evidence) -> Finding | None:
     if found is None:
         return None
     ranks = [evidence.ranks[r] for r in found.ranks]
-    activities = [activity_of(rank) for rank in ranks if not rank.finished]
+    activities = [find_activity(rank) for rank in ranks if not rank.finished]
     if len(activities) < len(ranks) or any(a is None or a.cause not in AT_WORK for a in activities):
         return None
     who = describe_ranks(found.ranks, evidence.job.world_size)
@@ -128,7 +128,7 @@ def in_transit(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
-    calls = awaited_by(r for r in alive if r.is_waiting)
+    calls = find_awaited(r for r in alive if r.is_waiting)
     if len(calls) < max(2, len(alive)):
         return None
     first = next(iter(calls.values()))

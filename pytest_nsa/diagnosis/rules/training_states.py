@@ -45,7 +45,7 @@ def with_origin(
         shown = {rank: f"{v:.6g}" if isinstance(v, float) else f"{v}" for rank, v in values.items()}
         found = text.replace("{}", by_ranks(shown, world_size)), where
     if found is None:
-        return changed_before(finding, world_size, streams, diverged, equal, known)
+        return changed_earlier(finding, world_size, streams, diverged, equal, known)
     text, where = found
     return replace(finding, reason=f"{finding.reason}; {text}", where=where or finding.where)
 
@@ -154,7 +154,7 @@ def are_equal(values: Collection[Any], tolerance: float = TOLERANCE) -> bool:
 _PARAMETER, _GRADIENT = "parameter", "gradient"
 
 
-def changed_before(
+def changed_earlier(
     finding: Finding, world_size: int, streams: Mapping[int, Records], diverged: Mapping[int, dict[str, Any]],
     equal: Mapping[int, dict[str, Any]], known: Mapping[int, Mapping[str, Any]],
 ) -> Finding:  # fmt: skip

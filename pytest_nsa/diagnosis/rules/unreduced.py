@@ -85,7 +85,7 @@ def _diverged(evidence: Evidence, alone: Mapping[int, _Model], members: tuple[in
             values = dict(zip(ranks, norms, strict=True))
             if len(grouped(values, TOLERANCE)) > 1:
                 shown = ", ".join(f"rank {rank}: {value:.6g}" for rank, value in values.items() if value is not None)
-                line = _reduced_at(evidence, members, ranks)
+                line = _find_reduction(evidence, members, ranks)
                 reason = f"{describe_ranks(ranks, world_size)} began with equal models and nothing reduces them; "
                 reason += f"from step {records[0]['step']} on {name} differs; L2 norms: {shown}; "
                 reason += f"{describe_ranks(members, world_size)} reduce theirs{f', at {line}' if line else ''}"
@@ -101,7 +101,7 @@ def _diverged(evidence: Evidence, alone: Mapping[int, _Model], members: tuple[in
     return None
 
 
-def _reduced_at(evidence: Evidence, members: tuple[int, ...], others: tuple[int, ...]) -> str:
+def _find_reduction(evidence: Evidence, members: tuple[int, ...], others: tuple[int, ...]) -> str:
     """Return the line at which ``members`` reduce among themselves, if none of the ``others`` calls there; else ''."""
     sites = [
         call.site

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pytest_nsa.diagnosis.explain.source import is_unwound_at
+from pytest_nsa.diagnosis.explain.source import is_unwinding_line
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.exits import LEAVES, MEMORY, is_victim_text, reports_a_lost_peer
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
@@ -41,7 +41,7 @@ def _unwinds(sources: Sources, rank: RankEvidence) -> bool:
     handled = rank.handles
     if handled is None or handled.type in _ENDS or is_victim_text(handled.text):
         return False
-    return is_unwound_at(sources, handled.inside)
+    return is_unwinding_line(sources, handled.inside)
 
 
 def raised_in_a_thread(evidence: Evidence, finding: Finding) -> Finding:

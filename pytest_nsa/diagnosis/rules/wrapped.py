@@ -18,7 +18,7 @@ def incompatible(evidence: Evidence) -> Finding | None:
     """Find parameters at one position that DDP cannot pair, where a rank failed, died or stalled in the wrap or after it."""
     for by_rank in _wraps(evidence):
         found = _unlike(by_rank)
-        if found is not None and any(_ended_by(evidence.ranks[rank], by_rank[rank]) for rank in by_rank):
+        if found is not None and any(_ended_in_wrap(evidence.ranks[rank], by_rank[rank]) for rank in by_rank):
             return _finding(evidence, by_rank, "collective_mismatch", *found)
     return None
 
@@ -28,7 +28,7 @@ def ordered_otherwise(evidence: Evidence) -> Finding | None:
     return _misplaced(evidence) if evidence.job.check_divergence else None
 
 
-def ordered_otherwise_before(evidence: Evidence) -> Finding | None:
+def was_ordered_otherwise(evidence: Evidence) -> Finding | None:
     """Find the same before the test's own assertions failed, where nothing else failed."""
     errors = [e for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     if not errors or any(e.type != "AssertionError" for e in errors) or any(r.fatal_signal for r in evidence.ranks):
@@ -86,7 +86,7 @@ def _unequal_names(by_rank: By, names: Iterable[str]) -> Iterator[tuple[dict[int
             yield texts, name.rpartition(".")[0]
 
 
-def _ended_by(rank: RankEvidence, wrap: Wrapped) -> bool:
+def _ended_in_wrap(rank: RankEvidence, wrap: Wrapped) -> bool:
     """Return whether a rank died, was stopped, or raised in a line that led to the wrap."""
     if rank.fatal_signal or not rank.finished:
         return True

@@ -24,7 +24,7 @@ from pytest_nsa.rank.outer_rank import LaunchedRank
 from pytest_nsa.report import junit
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.items import Ranked, runner_key
-from pytest_nsa.session.needs import needs_of
+from pytest_nsa.session.needs import read_needs
 from pytest_nsa.session.outer.attachment import Attachment
 from pytest_nsa.session.outer.clock import Clock
 from pytest_nsa.session.outer.session_log import SessionLog
@@ -209,7 +209,7 @@ class OuterHooks:
         """Skip a test that needs another number of ranks than the launcher has started."""
         if not marked.is_ranked(item):
             return
-        wanted = needs_of(item, self.settings).world_size
+        wanted = read_needs(item, self.settings).world_size
         if wanted != self.outer.world_size:
             pytest.skip(f"needs {wanted} ranks, and the launcher has started {self.outer.world_size}")
 

@@ -17,7 +17,7 @@ from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import private_folder
-from pytest_nsa.system.procfs import began, stat_of
+from pytest_nsa.system.procfs import began, read_stat
 
 LOG = "session.jsonl"
 _PREFIX = "launch-"
@@ -97,7 +97,7 @@ class LoggedSession:
     @property
     def is_alive(self) -> bool:
         """Whether its process lives: the kernel reuses pids."""
-        fields = stat_of(self.pid)
+        fields = read_stat(self.pid)
         return bool(fields) and fields[0] not in "ZX" and began(self.pid) == self.process_began
 
     def read(self) -> None:

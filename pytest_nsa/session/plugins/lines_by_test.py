@@ -17,15 +17,15 @@ from pytest_nsa.rank.coverage import settings_of_this_process
 FILE = "lines"
 
 
-def settings_of(item: pytest.Item, folder: Path) -> dict[str, Any]:
+def read_settings(item: pytest.Item, folder: Path) -> dict[str, Any]:
     """Return the settings by which the ranks of a test measure their lines; {} where nothing is measured test by test."""
-    settings = settings_of_this_process() if _context_of(item) else None
+    settings = settings_of_this_process() if _make_context(item) else None
     return {**settings, "data_file": str(folder / FILE)} if settings else {}
 
 
 def add_lines_of_ranks(item: pytest.Item, folder: Path) -> None:
     """Add what the ranks of a test have measured to this process's measurement, in the context of the test."""
-    context = _context_of(item)
+    context = _make_context(item)
     current: Any = sys.modules["coverage"].Coverage.current() if context and "coverage" in sys.modules else None
     if current is None:
         return
@@ -50,7 +50,7 @@ def _in_context(of_rank: Any, like: Any, context: str) -> Any:
     return found
 
 
-def _context_of(item: pytest.Item) -> str:
+def _make_context(item: pytest.Item) -> str:
     """Return the name by which the measurement knows a test's call; '' where it does not separate tests."""
     if item.config.pluginmanager.hasplugin("TestmonCollect"):
         return item.nodeid

@@ -12,7 +12,7 @@ import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprTraceback
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.marks import place_of
+from pytest_nsa.marks import find_place
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.recorder import Recorder
@@ -67,7 +67,7 @@ def _put_first(report: Any, text: list[str], *, is_explained: bool) -> None:
 
 def warn(item: pytest.Item, text: str) -> None:
     """Show a warning that no filter turns into a failure."""
-    message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, *place_of(item))
+    message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, *find_place(item))
     report_warning(item, message)
 
 

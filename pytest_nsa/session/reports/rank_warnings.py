@@ -20,7 +20,7 @@ def repeat_warnings(item: pytest.Item, evidence: Evidence) -> None:
             if not (isinstance(kind, type) and issubclass(kind, Warning)):
                 kind = type(w["category"], (Warning,), {"__module__": w["module"]})
             found[w["module"], w["category"], w["message"], w["filename"], w["lineno"]] = kind
-        who, place = f"rank {rank.rank} left", marks.place_of(item)
+        who, place = f"rank {rank.rank} left", marks.find_place(item)
         for command in rank.left_running:
             found["", "", f"{who} a process running, which was ended: {command}", *place] = pytest.PytestWarning
         for name, where in rank.left_threads:

@@ -23,7 +23,7 @@ import pytest
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
-from pytest_nsa.observe.finders import jobs_in
+from pytest_nsa.observe.finders import list_jobs
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
@@ -39,7 +39,7 @@ from pytest_nsa.session.started.jobs_of_test import (
     Occasion,
     conclude_jobs,
     describe,
-    pids_of,
+    list_pids,
     unnoticed,
 )
 from pytest_nsa.session.started.process_ends import (
@@ -184,7 +184,7 @@ class StartedRanks:
     def _begin(self, item: pytest.Item) -> None:
         self.item, self.has_any, self._is_ended, self._is_in_phase = item, False, False, False
         self.began, self._since, self._before = wall_clock(), ticks_since_boot(), children()
-        self._others = set(jobs_in(self.base))
+        self._others = set(list_jobs(self.base))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
@@ -199,11 +199,11 @@ class StartedRanks:
 
     @_harmless
     def _jobs(self) -> set[Path]:
-        return set(jobs_in(self.base))
+        return set(list_jobs(self.base))
 
     @_harmless
     def _exclude(self, before: set[Path] | None) -> None:
-        self._others |= set(jobs_in(self.base)) - (before or set())
+        self._others |= set(list_jobs(self.base)) - (before or set())
 
     @_harmless
     def _after_test(self, item: pytest.Item) -> None:
@@ -213,8 +213,8 @@ class StartedRanks:
         alive = [p for p in self._processes() if not p.has_ended]
         self._left_by |= {p.key: item.nodeid for p in alive}
         every = {p.pid for p in started_since(*self._first, f"{HOST}={self.pid}") if not p.has_ended}
-        for job in jobs_in(self.base):
-            if every.isdisjoint(pids_of(job)):
+        for job in list_jobs(self.base):
+            if every.isdisjoint(list_pids(job)):
                 shutil.rmtree(job, ignore_errors=True)
 
     # -- its time limit
@@ -261,7 +261,7 @@ class StartedRanks:
 
     def _to_end(self) -> list[Process]:
         """Return the ranks of the test, and the processes above and below them: a later test may use others (a pool's workers)."""
-        ranks = {pid for job in set(jobs_in(self.base)) - self._others for pid in pids_of(job)}
+        ranks = {pid for job in set(list_jobs(self.base)) - self._others for pid in list_pids(job)}
         return [p for p in of_ranks(self._processes(), ranks) if not p.is_helper]
 
     def _is_blocked(self, frame: FrameType | None) -> bool:

@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude
-from pytest_nsa.observe.finders import jobs_in
+from pytest_nsa.observe.finders import list_jobs
 from pytest_nsa.observe.observer import Observer
 from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
 from pytest_nsa.session.folders import RunFolder, safe_name
@@ -76,7 +76,7 @@ def conclude_jobs(
     The first job's evidence goes into the test's folder in ``run``, and its verdict into the run's list; the other jobs' evidence
     goes into folders below. ``rules`` are a repository's own.
     """
-    seen = [_seen(job) for job in jobs_in(base) if (job / "job.json").exists()]
+    seen = [_seen(job) for job in list_jobs(base) if (job / "job.json").exists()]
     if occasion.reason and any(job.boards for job in seen):
         time.sleep(SECOND_LOOK_S)
         for job in seen:
@@ -96,14 +96,14 @@ def conclude_jobs(
     return found
 
 
-def pids_of(folder: Path) -> frozenset[int]:
+def list_pids(folder: Path) -> frozenset[int]:
     """Return the pids of a job's ranks."""
     return frozenset(board.pid for board in _seen(folder).boards.values())
 
 
 def unnoticed(base: Path, began: float) -> str:
     """Return what a rank raised that a test has started since ``began``, in one line; '' if none did."""
-    for folder in jobs_in(base):
+    for folder in list_jobs(base):
         if not (folder / "job.json").exists() or _ended_well(_seen(folder)):
             continue
         evidence = load(folder)
@@ -180,15 +180,15 @@ def _of_jobs(jobs: Sequence[Concluded]) -> Iterator[str]:
         first, *jobs = jobs
         text = lines(first.verdict, first.evidence)
         yield text[0]
-        yield f"  job      {_ranks_of(first)}"
+        yield f"  job      {_describe_ranks(first)}"
         yield from text[1:]
     else:
         yield NO_JOB
     for job in jobs:
         what = "no call since the test began" if job.is_idle else headline(job.verdict)
-        yield f"  other    {_ranks_of(job)}: {what}"
+        yield f"  other    {_describe_ranks(job)}: {what}"
 
 
-def _ranks_of(job: Concluded) -> str:
+def _describe_ranks(job: Concluded) -> str:
     by = "an earlier test or a fixture" if job.is_other else "the test"
     return f"{job.verdict.world_size} ranks that {by} has started"

@@ -55,7 +55,7 @@ def test_a_file_is_asked_for_without_a_pause(group: Group, tmp_path: Path) -> No
     at(group, 0, fault)
 
 
-def parts_of(batch, size):
+def split_place(batch, size):
     first = 0
     while first < len(batch):  # HERE
         yield batch[first : first + size]
@@ -68,7 +68,7 @@ def test_a_for_over_parts_of_size_zero(group, culprit):
     model = nn.Embedding(50, 8)
     for length in (16, 96 if group.rank == culprit else 24):
         total = torch.zeros(1)
-        for part in parts_of(torch.zeros(4, length, dtype=torch.long), 64 // length):  # HERE
+        for part in split_place(torch.zeros(4, length, dtype=torch.long), 64 // length):  # HERE
             total += model(part).sum().detach()  # HERE
         dist.all_reduce(total)
 

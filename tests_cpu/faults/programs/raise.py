@@ -38,7 +38,7 @@ class Service:
         dist.barrier(group=self.control)
 
 
-def rate_of(text: str) -> float:
+def describe_rate(text: str) -> float:
     key, value = text.split("=")  # HERE
     return float(value) if key == "rate" else 0.0
 
@@ -48,7 +48,7 @@ def test_the_end_of_a_with_holds_an_exception_up(group, culprit):
     """The exception of one rank runs into the barrier at the end of a `with`, while the others go on with their steps."""
     with Service():
         for step in range(6):
-            reduced().mul_(rate_of("rate:1" if group.rank == culprit and step == AT else "rate=1"))
+            reduced().mul_(describe_rate("rate:1" if group.rank == culprit and step == AT else "rate=1"))
 
 
 def saved(step: int, folder: dict[int, float]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.testing import ExampleResult, run_in
+from pytest_nsa.testing import ExampleResult, run_folder
 from pytest_nsa.wire.files import read_lines
 
 FOLDER = Path(__file__).parent
@@ -51,7 +51,7 @@ def run_program(name: str, folder: Path) -> ExampleResult:
     """Run the tests of a file in ``folder``; the evidence of those that pass is kept."""
     program = read_program(name)
     (folder / "test_example.py").write_text(program.text, encoding="utf-8")
-    return run_in(folder, "--ranks-keep=all", *program.options)
+    return run_folder(folder, "--ranks-keep=all", *program.options)
 
 
 def differences(name: str, result: ExampleResult) -> list[str]:
