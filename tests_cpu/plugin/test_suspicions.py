@@ -12,6 +12,7 @@ from pytest_nsa.cli.main import main
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire.files import read_lines
 
+FIFO = "import subprocess; os.mkfifo('f'); subprocess.Popen('sleep 8; echo > f', shell=True); open('f').read()"
 STANDS = """
 @world_size(2)
 @pytest.mark.timeout({timeout})
@@ -26,9 +27,9 @@ def test_stands(group):
 def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
     pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
-    result = run_example(pytester, STANDS.format(timeout=60, waits="time.sleep(12)"), *options)
+    result = run_example(pytester, STANDS.format(timeout=60, waits=FIFO), *options)
     assert result.outcomes == {"passed": 1}
-    assert "test_stands: sleeping on rank 1 at test_example.py:" in result.stdout
+    assert "test_stands: io_stuck on rank 1 at test_example.py:" in result.stdout
     left = re.search(r"\(a suspicion; the test has (\d+) s left\)", result.stdout)
     assert left is not None
     assert int(left[1]) < 60

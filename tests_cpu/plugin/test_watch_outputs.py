@@ -48,7 +48,7 @@ def twelve(tmp_path: Path) -> Iterator[Path]:
 def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = Watcher(twelve)
     watcher.look()
-    monkeypatch.setattr(watcher.observer.watch, "stalled_for", lambda rank: 2.0 + rank)
+    monkeypatch.setattr(watcher.observer.watch, "measure_stall", lambda rank: 2.0 + rank)
     first, second = watcher.lines()
     assert first == "    1  rank 3: step 0  body  at train.py:7 in load_undone  still for 5 s"
     assert second.startswith("   11  ranks 0-2, 4-11: step 0  body  in barrier #1 at train.py:9 in main")
