@@ -101,7 +101,11 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
 def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
     """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
     labels = tuple(label for label in verdict.labels if label.text not in (CONDITION, ""))
-    changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *labels))
+    at_lines = {(label.file, label.line, rank) for label in labels for rank in label.ranks}
+    follow = tuple(
+        label for label in _labels_of_next(found) if (label.file, label.line, label.ranks[0]) not in at_lines
+    )
+    changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *follow, *labels))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
     in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was skipped
     to_blame = found.exceptional or found.raising or in_role or its_own
@@ -180,10 +184,23 @@ def _labels(found: FirstDivergence) -> tuple[Label, ...]:
     return tuple(sides)
 
 
+def _labels_of_next(found: FirstDivergence) -> tuple[Label, ...]:
+    """Return a label for what ranks did next: the call that they began there, or the exception that they raised."""
+    by_place: dict[tuple[str, str], list[int]] = {}
+    for rank, followed in found.then.items():
+        by_place.setdefault(followed, []).append(rank)
+    places = ((LOCATION.match(where), text, tuple(ranks)) for (where, text), ranks in by_place.items())
+    return tuple(
+        Label(file=at["file"], line=int(at["line"]), ranks=ranks, text=text)
+        for at, text, ranks in places
+        if at is not None
+    )
+
+
 def _advice(found: FirstDivergence) -> str:
     if found.kind == "argument":
         return "give the call the same arguments on every rank of its group"
-    if found.kind == "exception":
+    if found.kind == "exception" or any(text.startswith("raises") for _, text in found.then.values()):
         return "handle the exception on all ranks alike, or let it end the test"
     names = [name for name in found.values if "rank" not in name.lower()]
     set_by = {step.name: step.statement.partition("=")[2] for step in reversed(found.because)}
@@ -192,4 +209,6 @@ def _advice(found: FirstDivergence) -> str:
     # A container or an object cannot be reduced; a role is chosen by the number of the rank on purpose.
     if first and not found.in_role and all(_REDUCIBLE.match(text) for text in found.values[first].values()):
         return f"decide by a value that all ranks share: reduce or broadcast `{first}` first"
-    return "make every rank of the group reach the same calls, whatever its number"
+    if found.in_role:
+        return "let every rank of the group take this branch, or move its calls out of it"
+    return "let every rank of the group make the same calls here"

@@ -102,16 +102,17 @@ class Pair:
             return None
         return (call.op, call.group if group else "", call.what, call.root)
 
-    def begins_inside(self, parting: Parting, which: int) -> bool:
-        """Return whether a rank begins calls that concern the other one inside the statement where they part, not behind it."""
+    def first_inside(self, parting: Parting, which: int) -> Call | None:
+        """Return the first call that concerns the other rank and that a rank begins inside the statement where they part."""
         frame, node = parting.frames[which], parting.source.statement(parting.line)
         first, last = (
             (node.lineno, node.end_lineno or node.lineno) if isinstance(node, ast.stmt) else (parting.line,) * 2
         )
+        flow = (self.one, self.other)[which]
         begun = (
             calls for k, calls in frame.calls.items() if k >= parting.at[which] and first <= frame.lines[k] <= last
         )
-        return any(self.shared((self.one, self.other)[which], calls) for calls in begun)
+        return next((call for calls in begun for call in calls if self.get_key(flow, call) is not None), None)
 
     def _frames(self, a: Frame, b: Frame, depth: int) -> Parting | None:
         """Return where the ranks part in two frames of one function."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pytest_nsa.flow.align import COLLECTIVES, Pair, Parting
-from pytest_nsa.flow.read import Flow, Frame
+from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_library, place, side, trace_back
 from pytest_nsa.flow.source import read_source
 
@@ -25,7 +25,8 @@ class FirstDivergence:
     ``where`` is the user's line; ``within`` that of a library which it called, '' where the ranks parted in the user's code.
     ``outcomes`` has the ranks by what they did there; ``values`` the names that it reads and that differ, by rank;
     ``because`` the lines that set these, backwards. ``is_alone``: ranks that did the same there part nowhere else. ``inside`` are
-    the ranks that begin calls in the statement, not behind it.
+    the ranks that begin calls in the statement, not behind it. ``then`` has by rank what follows: the place, and 'begins OP' or
+    'raises ERROR'.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class FirstDivergence:
     within: str = ""
     is_alone: bool = True
     inside: tuple[int, ...] = ()
+    then: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def exceptional(self) -> tuple[int, ...]:
@@ -66,7 +68,8 @@ class FirstDivergence:
         found = replace(
             self, where=self.where.removeprefix(prefix), within=self.within.removeprefix(prefix), because=tuple(steps)
         )
-        return found if root else self
+        then = {rank: (where.removeprefix(prefix), text) for rank, (where, text) in self.then.items()}
+        return replace(found, then=then) if root else self
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -85,6 +88,7 @@ class FirstDivergence:
             within=data["within"],
             is_alone=data["is_alone"],
             inside=tuple(data.get("inside", ())),
+            then={int(rank): (where, text) for rank, (where, text) in data.get("then", {}).items()},
         )
 
 
@@ -170,12 +174,17 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
     outcomes: defaultdict[str, set[int]] = defaultdict(set)
     values: defaultdict[str, dict[int, str]] = defaultdict(dict)
     inside: set[int] = set()
+    then: dict[int, tuple[str, str]] = {}
     for parting, pair in here:
         ranks = pair.one.rank, pair.other.rank
         for which, rank in enumerate(ranks):
             outcomes[side(parting, which)].add(rank)
-            if pair.begins_inside(parting, which):
+            call = pair.first_inside(parting, which)
+            if call is not None:
                 inside.add(rank)
+            followed = _followed(parting, which, (pair.one, pair.other)[which], call)
+            if followed is not None:
+                then[rank] = followed
         for name, texts in differing(parting, (pair.one, pair.other)).items():
             values[name].update(zip(ranks, texts, strict=True))
     # Ranks of one side that part at another statement, where neither is of the rarer outcome.
@@ -202,6 +211,20 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
         within=within,
         is_alone=not others,
         inside=tuple(sorted(inside)),
+        then=dict(sorted(then.items())),
+    )
+
+
+def _followed(parting: Parting, which: int, flow: Flow, call: Call | None) -> tuple[str, str] | None:
+    """Return what a rank did next in the frame where it parted: the place and the text of an exception, or of its first call."""
+    frame, at = parting.frames[which], parting.at[which]
+    raised = next((k for k, text in sorted(frame.raised.items()) if k > at and not text.startswith("Stop")), None)
+    if raised is not None and parting.kind == "branch":
+        return place(frame, frame.lines[raised]), f"raises {frame.raised[raised]}"
+    begins = flow.frames.get(call.place[0]) if call is not None else None
+    caller, index = _user_frame(begins, call.place[1]) if begins is not None and call is not None else (None, -1)
+    return (
+        (place(caller, caller.lines[index]), f"begins {call.op}") if caller is not None and call is not None else None
     )
 
 

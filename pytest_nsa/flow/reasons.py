@@ -326,7 +326,7 @@ def side(parting: Parting, which: int) -> str:
         tag = call.note if call.kind in MESSAGES else ""
         return " ".join(filter(None, (call.op, call.what, group, root, tag)))
     if parting.kind == "callee":
-        names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function of the program"
+        names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function here"
         numbers = Counter(call.op for call in frame.calls.get(at, ()))
         begun = ", ".join(op if n == 1 else f"{op} {n} times" for op, n in numbers.items())
         return f"calls {names}" + (f", which begins {begun}" if begun else "")

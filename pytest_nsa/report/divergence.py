@@ -9,7 +9,7 @@ from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.flow.first import FirstDivergence
 from pytest_nsa.report.markup import Markup, tag
 
-MOST_STEPS = 3
+MOST_STEPS = 4
 _LONG = re.compile(r"-?\d+\.\d{6,}(e[-+]\d+)?")  # a number with more digits than a reader needs
 
 
@@ -29,8 +29,9 @@ def describe_causes(verdict: Verdict) -> list[str]:
     out = [f"  diverged in {found.within}"] if found.within else []
     for step in [step for step in found.because if step.where][:MOST_STEPS]:
         by_right = f" (by {step.by_right})" if step.by_right else ""
+        values = " or ".join(_shorten(text) for text in step.values)
         out.append(
-            f"  because  {step.name} {step.verb} at {step.where.partition(' in ')[0]}: {step.statement}{by_right}"
+            f"  because  {step.name} = {values} {step.verb} at {step.where.partition(' in ')[0]}: {step.statement}{by_right}"
         )
     return out
 
@@ -63,7 +64,9 @@ def divergence_table(verdict: Verdict) -> Markup | None:
 
 
 def _value(of: Mapping[int, str], ranks: Sequence[int]) -> str:
-    texts = list(
-        dict.fromkeys(_LONG.sub(lambda number: f"{float(number[0]):.6g}", of[rank]) for rank in ranks if rank in of)
-    )
+    texts = list(dict.fromkeys(_shorten(of[rank]) for rank in ranks if rank in of))
     return " or ".join(texts[:3])
+
+
+def _shorten(text: str) -> str:
+    return _LONG.sub(lambda number: f"{float(number[0]):.6g}", text)

@@ -263,6 +263,20 @@ def saves_on_one_rank(rank: int, call: Call) -> None:
     call("barrier")
 
 
+def raises_where_others_call(rank: int, call: Call) -> None:
+    def reduce(step: int) -> None:
+        if rank == 2 and step == 2:  # HERE
+            raise ValueError("no room")
+        call("all_reduce")
+
+    for step in range(4):
+        try:
+            reduce(step)
+        except ValueError:
+            break
+    call("barrier")
+
+
 def fits_until_a_tag_differs(rank: int, call: Call) -> None:
     """Without its messages, no call differs."""
     for step in range(4):

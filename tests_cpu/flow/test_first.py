@@ -110,6 +110,17 @@ def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_
     assert FirstDivergence.from_json(found.to_json()) == found
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "text"),
+    [("saves_on_one_rank", {0}, "begins all_gather"), ("raises_where_others_call", {2}, "raises ValueError: no room")],
+)
+def test_what_ranks_did_next(name: str, ranks: set[int], text: str, tmp_path: Path) -> None:
+    found = first_of(name, tmp_path)
+    assert found is not None
+    assert {rank for rank, (_, did) in found.then.items() if did == text} == ranks
+    assert FirstDivergence.from_json(found.to_json()) == found
+
+
 def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -> None:
     flows = [record(PROGRAMS["fits_until_a_tag_differs"], tmp_path, rank) for rank in range(2)]
     found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
