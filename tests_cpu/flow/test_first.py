@@ -5,6 +5,7 @@ Neither torch nor a process of a rank is needed: each rank of a program runs her
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from nsa.trace.flow import log as written
 from nsa.trace.flow.recorder import FlowRecorder
+from nsa.trace.flow.statements import parse_lines
 from nsa.trace.frames import add_user_file
 from pytest_nsa.flow import read as reading
 from pytest_nsa.flow.align import COLLECTIVES, MESSAGES
@@ -128,6 +130,33 @@ def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -
 def test_messages_that_fit_in_another_order(tmp_path: Path) -> None:
     flows = [record(PROGRAMS["fits_though_messages_have_another_order"], tmp_path, rank) for rank in range(2)]
     assert find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES) is None
+
+
+def test_a_collection_while_a_source_is_parsed(tmp_path: Path) -> None:
+    """A finalizer that the collection runs is recorded, which parses its source."""
+    source = tmp_path / "module.py"
+    source.write_text("def f(x):\n    return x + 1\n" * 300)
+    errors: list[BaseException] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            try:
+                parse_lines.__wrapped__(str(source))
+            except SystemError as error:
+                errors.append(error)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(100, 1, 1)
+    try:
+        for _ in range(20):
+            Cycle()
+            assert parse_lines.__wrapped__(str(source)).returns
+    finally:
+        gc.set_threshold(*threshold)
+    assert not errors
 
 
 def test_the_reader_knows_the_format_that_the_recorder_writes() -> None:
