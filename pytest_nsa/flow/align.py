@@ -220,7 +220,7 @@ class Pair:
     def _other_message(self, a: Frame, i: int, b: Frame, j: int) -> Parting | None:
         """Return the two ends of a message that differ, in the statements to which the parts of two ranks lead; else None.
 
-        Messages of different tags may begin in any order: an end with its other half among the other rank's calls is none.
+        Messages of different tags may begin in any order: an end that has another half does not differ.
         """
         mine, others = [*self._calls_by_line(self.one, a, i)], [*self._calls_by_line(self.other, b, j)]
         numbers, of_other = (
