@@ -69,7 +69,7 @@ class TrainConfig:
     warmup_steps: int = number(20)
     weight_decay: float = number(0.1)
     grad_clip: float = number(1.0)
-    seed: int = number(1234)
+    seed: int = number(1234, most=2**63 - 1)  # torch takes no larger one
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = number(0, most=1024)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pwd
 import shutil
@@ -12,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 
@@ -59,14 +58,6 @@ def stranger(body: Callable[[IO[str]], object], user: int = NUMBER) -> Iterator[
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def as_stranger(body: Callable[[], Any]) -> Any:
-    """Run ``body`` as the other user, and return its value, which goes through JSON."""
-    with stranger(lambda out: out.write(json.dumps([body()]))) as told:
-        text = told.read()
-    assert text, "the other user's process has failed"
-    return json.loads(text)[0]
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def check_parquet(file: Path) -> None:
     try:
         reader = parquet.ParquetFile(file)
         columns, rows = reader.schema_arrow.names, reader.metadata.num_rows
-        kind = reader.schema_arrow.field("text").type if "text" in columns else None
+        kind = reader.schema_arrow.field("text").type if columns.count("text") == 1 else None
         is_text = kind is not None and (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
         # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
         if is_text and rows:
@@ -173,8 +173,9 @@ def check_parquet(file: Path) -> None:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
     if kind is None:
+        number = "more than one" if "text" in columns else "no"
         raise ConfigError(
-            f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
+            f"dataset {str(file)!r}: {number} column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
         )
     if not is_text:
         raise ConfigError(f"dataset {str(file)!r}: column 'text' holds {kind}; it must hold strings")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -130,10 +131,11 @@ def _disk_error(folder: Path) -> str:
     return ""
 
 
-def load_model(path: Path) -> tuple[nn.Module, Description]:
+def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, Description]:
     """Return the model of a checkpoint (a step_* folder) on the CPU, and its description. Raises ConfigError if it is damaged."""
     from nsa.model.transformer import build_model
 
+    path = Path(path)
     refuse_damaged(path)
     described = describe(path)
     model = build_model(Config(model=model_config(described.model, f"checkpoint {str(path)!r}")))

@@ -55,7 +55,7 @@ def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
     else:
         saved = saved_in(folder)
         if (folder / "latest").exists():
-            named = folder / (folder / "latest").read_text().strip()
+            named = folder / (folder / "latest").read_text(errors="replace").strip()
             of_this_run = [path for path in saved if path <= named]  # checkpoints of later steps are another run's
             if saved and not of_this_run:
                 raise ConfigError(

@@ -24,6 +24,7 @@ from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.foreign.values import ForeignCall, ForeignJob, ForeignRank
 from pytest_nsa.wire.messages import Job
 
+Payloads = dict[tuple[str, int, str], tuple[str, int]]  # (group, number, operation) -> type and count
 _AMONG_MANY = 0.4  # that several ranks without evidence never came: their evidence may be elsewhere
 _CAUSES = {"missing": "missing_collective", "mismatch": "collective_mismatch", "behind": "missing_collective"}
 
@@ -195,7 +196,8 @@ def build_evidence(job: ForeignJob, name: str) -> Evidence:
     n = job.size
     names = {g for v in job.ranks.values() for g in (*v.counts, *(c.group for c in v.calls))}
     groups = {name: _members(job, name) for name in names}
-    ranks = tuple(_rank(r, job.ranks.get(r, ForeignRank()), groups) for r in range(n))
+    payloads = _payloads(job)
+    ranks = tuple(_rank(r, job.ranks.get(r, ForeignRank()), groups, payloads) for r in range(n))
     return Evidence(
         job=Job(nodeid=name, folder=name, world_size=n, backend=job.backend), ranks=ranks, stop="hang_after", stalled_s=0.0,
         moved_at_stop=False, duration_s=0.0, started=0.0, stop_time=0.0, waits_s=0.0, refused="", lost="", folder=Path(name),
@@ -203,10 +205,20 @@ def build_evidence(job: ForeignJob, name: str) -> Evidence:
     )  # fmt: skip
 
 
-def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]]) -> RankEvidence:
+def _payloads(job: ForeignJob) -> Payloads:
+    """Return type and count of the calls for which all ranks that have them agree: a line of a log may be cut before them."""
+    found: dict[tuple[str, int, str], set[tuple[str, int]]] = {}
+    for call in (c for values in job.ranks.values() for c in values.calls if c.dtype and c.peer == -1):
+        found.setdefault((call.group, call.number, call.op), set()).add((call.dtype, call.count))
+    return {key: next(iter(payloads)) for key, payloads in found.items() if len(payloads) == 1}
+
+
+def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]], payloads: Payloads) -> RankEvidence:
     pending = set(values.pending)
     in_order = sorted(values.calls, key=lambda call: (call.created, call.number))
-    ring = tuple(_collective(i, c, is_done=c not in pending, size=len(groups[c.group])) for i, c in enumerate(in_order))
+    ring = tuple(
+        _collective(i, c, payloads, is_done=c not in pending, size=len(groups[c.group])) for i, c in enumerate(in_order)
+    )
     board = BoardSnapshot(
         numbers={"step": 0.0, "gradients": 0.0, "gradients_expected": 0.0}, phase="", module="", parameter="", line="",
         phase_line="", nodes_module="", key="", path=(), arrived=b"", decode_ring=lambda: ring,
@@ -229,9 +241,11 @@ def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]]) 
     )  # fmt: skip
 
 
-def _collective(index: int, call: ForeignCall, *, is_done: bool, size: int) -> Collective:
+def _collective(index: int, call: ForeignCall, payloads: Payloads, *, is_done: bool, size: int) -> Collective:
+    own = call.dtype, call.count
+    dtype, count = own if call.dtype else payloads.get((call.group, call.number, call.op), own)
     return Collective(
-        index=index, op=call.op, group=call.group, sequence=call.number, dtype=call.dtype, count=call.count, site=_where(call),
+        index=index, op=call.op, group=call.group, sequence=call.number, dtype=dtype, count=count, site=_where(call),
         step=0, phase="", peer=call.peer, size=size, entered=call.created or float(index + 1), left=1.0 if is_done else 0.0,
         callers=" < ".join(f.describe() for f in _user(call.frames)[1:]),
     )  # fmt: skip

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -108,11 +110,12 @@ class Pair:
         first, last = (
             (node.lineno, node.end_lineno or node.lineno) if isinstance(node, ast.stmt) else (parting.line,) * 2
         )
-        flow = (self.one, self.other)[which]
-        begun = (
-            calls for k, calls in frame.calls.items() if k >= parting.at[which] and first <= frame.lines[k] <= last
+        within = itertools.takewhile(
+            lambda k: first <= frame.lines[k] <= last, range(max(0, parting.at[which]), len(frame.lines))
         )
-        return next((call for calls in begun for call in calls if self.get_key(flow, call) is not None), None)
+        flow = (self.one, self.other)[which]
+        begun = (call for k in within for call in frame.calls.get(k, ()))
+        return next((call for call in begun if self.get_key(flow, call) is not None), None)
 
     def _frames(self, a: Frame, b: Frame, depth: int) -> Parting | None:
         """Return where the ranks part in two frames of one function."""
@@ -217,13 +220,20 @@ class Pair:
         return flow.calls.get(frame.thread, [])[frame.begun_at + before :]
 
     def _other_message(self, a: Frame, i: int, b: Frame, j: int) -> Parting | None:
-        """Return the two ends of a message that differ, in the statements to which the parts of two ranks lead; else None."""
-        for (k, mine), (m, others) in zip(
-            self._calls_by_line(self.one, a, i), self._calls_by_line(self.other, b, j), strict=False
-        ):
-            if self.get_key(self.one, mine) != self.get_key(self.other, others):
-                is_message = {mine.kind, others.kind} == MESSAGES
-                return Parting("argument", (a, b), (k, m), (mine, others)) if is_message else None
+        """Return the two ends of a message that differ, in the statements to which the parts of two ranks lead; else None.
+
+        Messages of different tags may begin in any order: an end that has another half does not differ.
+        """
+        mine, others = [*self._calls_by_line(self.one, a, i)], [*self._calls_by_line(self.other, b, j)]
+        numbers, of_other = (
+            Counter(call.note for _, call in calls if call.kind in MESSAGES) for calls in (mine, others)
+        )
+        for (k, call), (m, other) in zip(mine, others, strict=False):
+            if self.get_key(self.one, call) != self.get_key(self.other, other):
+                if {call.kind, other.kind} != MESSAGES:
+                    return None
+                if all(numbers[note] != of_other[note] for note in (call.note, other.note)):
+                    return Parting("argument", (a, b), (k, m), (call, other))
         return None
 
     def _calls_by_line(self, flow: Flow, frame: Frame, index: int) -> Iterator[tuple[int, Call]]:
@@ -232,8 +242,12 @@ class Pair:
             yield from ((k, call) for call in frame.calls.get(k, ()) if self.get_key(flow, call) is not None)
 
     def _began_the_same(self, a: Frame, i: int, i2: int, b: Frame, j: int, j2: int) -> bool:
-        """Return whether both began the same shared calls from a statement on until they meet."""
-        return self.shared(self.one, a.list_calls(i, i2)) == self.shared(self.other, b.list_calls(j, j2))
+        """Return whether both began the same shared calls from a statement on until they meet: messages in any order."""
+        mine, others = (
+            sorted(self.shared(flow, frame.list_calls(k, k2)), key=lambda key: str(key) if key[0] == "message" else "")
+            for flow, frame, k, k2 in ((self.one, a, i, i2), (self.other, b, j, j2))
+        )
+        return mine == others
 
     def _parting(self, source: Source, a: Frame, i: int, b: Frame, j: int) -> Parting:
         node = source.statement(a.lines[i])

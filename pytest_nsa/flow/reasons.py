@@ -23,7 +23,7 @@ ARGUMENT = -1  # the index at which arguments are set
 RANK = re.compile(r"(?:^|[._])rank$")
 # What may differ from rank to rank by right, by the names in a statement.
 _BY_RIGHT = {
-    BY_RANK: re.compile(r"(?i)rank|world_size"),
+    BY_RANK: re.compile(r"(?i)(?<![a-z])ranks?(?![a-z])|world_size"),  # not 'ranking'
     "random numbers": re.compile(r"(?i)\brand|random|shuffle|sample|seed"),
     "the clock": re.compile(r"\btime\b|monotonic|perf_counter|\bnow\b"),
 }
@@ -276,7 +276,8 @@ def _step(name: str, mine: _Value, others: _Value) -> Step:
     frame, line = _place(mine)
     source = read_source(frame.file)
     text, node = source.head(line), source.statement(line)
-    read = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AugAssign) else text
+    value = node.value if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else None
+    read = ast.unparse(value) if value is not None else text
     by_right = next((what for what, names in _BY_RIGHT.items() if names.search(read)), "")
     return Step(name, (mine.text, others.text), place(frame, line), text, by_right)
 
@@ -338,9 +339,9 @@ def side(parting: Parting, which: int) -> str:
     is_in_body = (
         following is not None and not isinstance(node, int) and parting.source.is_below(following, node, "body")
     )
-    if parting.kind == "loop":
-        return "another pass" if is_in_body else LEFT
-    if isinstance(node, ast.If):
+    if parting.kind == "loop":  # a loop of one line has its body there
+        return "another pass" if is_in_body or following == frame.lines[at] else LEFT
+    if isinstance(node, ast.If) and node.body[0].lineno > node.lineno:
         return "true" if is_in_body else "false"
     if following is None:
         return "is in it" if frame.is_open else "returned"

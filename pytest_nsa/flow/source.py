@@ -44,11 +44,15 @@ class Source:
                     if before is not None and name not in ("handlers", "cases"):
                         self._next[before] = statement
                     for line in _lines_of_head(statement):
-                        self._at[line] = head
+                        if isinstance(
+                            node, (*_FUNCTIONS, ast.ClassDef)
+                        ):  # `def f(): call()`: a frame of f is in the call
+                            self._at[line] = head
+                        self._at.setdefault(line, head)
                     todo.append(statement)
 
     def statement(self, line: int) -> Statement:
-        """Return the innermost statement of a line: for a compound one, of its head."""
+        """Return the statement of a line: for a compound one, of its head. Where its body is on that line, the compound one."""
         return self._at.get(line, line)
 
     def line(self, number: int) -> str:

@@ -19,9 +19,10 @@ _RANK_PREFIX = re.compile(r"^\s*\[?(?:rank|default|trainer|worker)?\s?(?P<rank>\
 # '[PG ID 0 PG GUID 0(default_pg) Rank 1]', '[PG 0 Rank 1]', '[Rank 1]'
 _WHO = r"\[(?:PG (?:ID \S+ )?(?:PG GUID )?(?P<group>[^\s(\]]+)(?:\((?P<name>[^)]*)\))? )?Rank (?P<rank>\d+)\]"
 _TIMEOUT = re.compile(
-    _WHO + r".*?Watchdog caught collective operation timeout: Work\w*\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+)"
-    r"(?:, TensorShape=\[(?P<shape>[\d, ]*)\])?(?:, NumelIn=(?P<count>\d+))?"
-)
+    _WHO
+    + r".*?Watchdog caught collective operation timeout: Work\w*\(SeqNum=(?P<number>\d+),\s*OpType=(?P<op>\w+)(?=[,)])"
+    r"(?:,\s*TensorShape=\[(?P<shape>[\d, ]*)\])?(?:,\s*NumelIn=(?P<count>\d+)(?=[,)]))?"
+)  # a name or number is whole where something follows it
 _BROKEN = re.compile(r"Watchdog caught collective operation timeout: Work\w*\([^)]*$")
 _COUNTS = re.compile(
     _WHO + r".*?last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL )?work: (?P<completed>-?\d+)",
@@ -79,16 +80,18 @@ class _State:
 def read_lines_of(file: BinaryIO) -> Iterator[str]:
     """Yield the lines of a log that may have evidence, each at most 64 KiB long, without colours.
 
-    A terminal may have broken a watchdog's line within its parentheses: the parts are one line.
+    A terminal may have broken a watchdog's line within its parentheses: the parts are one line, up to the one with the end. A
+    part has neither a rank's prefix nor a mark: before a line that has one, the broken line was cut off.
     """
     held = ""  # a line that is not whole
     while line := file.readline(LONGEST):
         text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
-        if held and _MARKS[0] in text:  # of another rank: the one before was cut off
+        is_line = _RANK_PREFIX.match(text) is not None or any(mark in text for mark in _MARKS)
+        if held and (is_line or len(held) > LONGEST):
             yield held
             held = ""
-        text, is_whole = held + text, bool(held) or not _BROKEN.search(text)
-        held = "" if is_whole else text
+        text = held + text
+        held = text if _BROKEN.search(text) else ""
         if not held and any(mark in text for mark in _MARKS):
             yield text
     if held:
@@ -128,7 +131,7 @@ def _add_watchdog(job: ForeignJob, text: str, state: _State) -> None:
             number=int(found["number"]),
             op=name_of_op(found["op"]),
             count=count,
-            dtype="?" if count else "",
+            dtype="?" if count or found["count"] else "",
         )
         if call not in rank.calls:
             rank.calls.append(call)

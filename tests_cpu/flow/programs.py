@@ -286,3 +286,45 @@ def fits_until_a_tag_differs(rank: int, call: Call) -> None:
         elif rank == 1:
             call("recv", kind="receive", peer=0, note=f"tag {tag}")
         call("all_reduce")
+
+
+def fits_though_messages_have_another_order(rank: int, call: Call) -> None:
+    for step in range(3):
+        if rank == 0:
+            call("isend", kind="send", peer=1, note=f"tag {step}")
+            call("isend", kind="send", peer=1, note="tag 9")
+        elif rank == 1:
+            call("irecv", kind="receive", peer=0, note="tag 9")
+            call("irecv", kind="receive", peer=0, note=f"tag {step}")
+        call("all_reduce")
+
+
+def decides_in_one_line(rank: int, call: Call) -> None:
+    for step in range(5):
+        size = 0 if (rank, step) == (2, 3) else 4  # DECIDED
+        if not size: continue  # noqa: E701  # fmt: skip  # HERE
+        call("all_reduce")
+
+
+def passes_in_one_line(rank: int, call: Call) -> None:
+    size = 3 if rank == 1 else 2  # DECIDED
+    for _ in range(size): call("all_reduce")  # noqa: E701  # fmt: skip  # HERE
+    call("barrier")
+
+
+def saves_where_the_ranking_says(rank: int, call: Call) -> None:
+    scores = (3, 1, 2) if rank == 0 else (1, 3, 2)
+    ranking = max(scores) == scores[0]
+    is_best = ranking
+    for step in range(3):
+        if is_best and step == 1:  # HERE
+            call("all_gather")
+        call("all_reduce")
+
+
+def calls_in_a_later_round(rank: int, call: Call) -> None:
+    is_main = rank == 0
+    for step in range(4):
+        if is_main or step == 3:  # HERE
+            call("all_gather")
+        call("all_reduce")

@@ -5,6 +5,7 @@ Neither torch nor a process of a rank is needed: each rank of a program runs her
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from nsa.trace.flow import log as written
 from nsa.trace.flow.recorder import FlowRecorder
+from nsa.trace.flow.statements import parse_lines
 from nsa.trace.frames import add_user_file
 from pytest_nsa.flow import read as reading
 from pytest_nsa.flow.align import COLLECTIVES, MESSAGES
@@ -75,7 +77,13 @@ def test_the_statement_at_which_ranks_part(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "blamed"),
-    [("saves_on_one_rank", (0,)), ("swallows_an_exception", (0,)), ("leaves_a_loop_by_its_own_value", ())],
+    [
+        ("saves_on_one_rank", (0,)),
+        ("swallows_an_exception", (0,)),
+        ("leaves_a_loop_by_its_own_value", ()),
+        ("saves_where_the_ranking_says", ()),
+        ("calls_in_a_later_round", (0,)),
+    ],
 )
 def test_which_of_two_ranks_did_otherwise(name: str, blamed: tuple[int, ...], tmp_path: Path) -> None:
     flows = [record(PROGRAMS[name], tmp_path, rank) for rank in range(2)]
@@ -100,6 +108,7 @@ def test_ranks_that_differ_in_nothing_that_others_see_do_not_part(name: str, tmp
         ("swallows_an_exception", "exception", ""),
         ("gives_another_size", "argument", "width"),
         ("filters_in_a_comprehension", "callee", "limit"),
+        ("decides_in_one_line", "branch", "size"),
     ],
 )
 def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_path: Path) -> None:
@@ -127,6 +136,38 @@ def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -
     assert found is not None
     assert (found.kind, set(found.values["tag"].values())) == ("argument", {"2", "3"})
     assert {text.rpartition("tag ")[2] for text in found.outcomes} == {"2", "3"}
+
+
+def test_messages_that_fit_in_another_order(tmp_path: Path) -> None:
+    flows = [record(PROGRAMS["fits_though_messages_have_another_order"], tmp_path, rank) for rank in range(2)]
+    assert find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES) is None
+
+
+def test_a_collection_while_a_source_is_parsed(tmp_path: Path) -> None:
+    """A finalizer that the collection runs is recorded, which parses its source."""
+    source = tmp_path / "module.py"
+    source.write_text("def f(x):\n    return x + 1\n" * 300)
+    errors: list[BaseException] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            try:
+                parse_lines.__wrapped__(str(source))
+            except SystemError as error:
+                errors.append(error)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(100, 1, 1)
+    try:
+        for _ in range(20):
+            Cycle()
+            assert parse_lines.__wrapped__(str(source)).returns
+    finally:
+        gc.set_threshold(*threshold)
+    assert not errors
 
 
 def test_the_reader_knows_the_format_that_the_recorder_writes() -> None:

@@ -31,3 +31,24 @@ def test_ranks_without_a_line_in_a_log_are_not_taken_for_ranks_that_ended(tmp_pa
     verdict, _ = judge(read_job([tmp_path]), "job")
     assert (verdict.cause, verdict.ranks) == ("missing_collective", (0, 2, 3))
     assert verdict.confidence < 0.5
+
+
+REPORTS = [watchdog(rank, 12, "ALLREDUCE", 1024) for rank in range(4)]
+CUT = REPORTS[1].partition("24, NumelOut")[0]  # 'NumelIn=10'
+RAISED = '[rank2]: Traceback (most recent call last):\n[rank2]:   File "a.py", line 1, in f\n[rank2]: ValueError: bad batch\n'
+IN_PARTS = [report.replace(", OpType", ", \nOpType").replace("NumelIn", "Nume\nlIn") for report in REPORTS]
+
+
+@pytest.mark.parametrize(
+    ("log", "cause", "ranks"),
+    [
+        ([REPORTS[0], *REPORTS[2:], CUT], "transport_stuck", (0, 1, 2, 3)),
+        ([REPORTS[0], CUT, "\n", RAISED, REPORTS[3]], "rank_exception", (2,)),
+        ([*IN_PARTS[:3], IN_PARTS[3].replace("1024", "7")], "collective_mismatch", (3,)),
+    ],
+    ids=["cut at the end", "cut before another line", "broken into three parts"],
+)
+def test_a_line_that_is_not_whole(log: list[str], cause: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("".join(log))
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert (verdict.cause, verdict.ranks) == (cause, ranks)

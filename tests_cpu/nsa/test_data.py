@@ -150,7 +150,9 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     write(tmp_path / "no_rows.parquet", [])
     write(tmp_path / "no_text.parquet", ["x"], column="content")
     pq.write_table(pa.table({"text": pa.array([1, 2])}), tmp_path / "numbers.parquet")
+    pq.write_table(pa.table([pa.array(["x"]), pa.array(["y"])], names=["text", "text"]), tmp_path / "two_texts.parquet")
     for name, message in {
+        "two_texts": "more than one column 'text'",
         "numbers": "column 'text' holds int64; it must hold strings",
         "truncated": "not a whole parquet file",
         "empty": "not a whole parquet file",

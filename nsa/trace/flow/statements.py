@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,11 +25,17 @@ class Lines:
 def parse_lines(path: str) -> Lines:
     """Return the names of a file's lines; none for a file that cannot be read or parsed."""
     found = Lines()
+    # A collection may run code that is recorded, too: Python 3.11 raises SystemError where one parse begins inside another.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with tokenize.open(path) as source:
             tree = ast.parse(source.read())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return found
+    finally:
+        if collects:
+            gc.enable()
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             head = range(node.lineno, _last_line_of_head(node) + 1)
