@@ -83,4 +83,8 @@ def keep_junit(junit: str, exit_code: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    keep_junit(*sys.argv[1:])
+    parser = parser_of(__doc__)
+    for argument in ("junit", "exit_code", "out"):
+        parser.add_argument(argument)
+    given = parser.parse_args()
+    keep_junit(given.junit, given.exit_code, given.out)
