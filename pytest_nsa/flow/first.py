@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,7 @@ from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_l
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
+_EXCLUDES = re.compile(r"!=|\bnot\b")
 MAIN = 0  # the number of the thread in which the recording began
 Members = Callable[[str], Sequence[int]]
 
@@ -55,11 +57,16 @@ class FirstDivergence:
 
     @property
     def in_role(self) -> tuple[int, ...]:
-        """The ranks that begin calls inside a statement that selects them by their number, or by a flag that it sets; else ()."""
+        """The ranks that begin calls inside a statement that selects them by their number, or by a flag that it sets; else ().
+
+        A statement that excludes ranks (``!=``, ``not``) selects none.
+        """
         is_flag = all(RANK.search(step.name) or set(step.values) <= {"True", "False"} for step in self.because)
         is_by_rank = is_flag and any(step.by_right == BY_RANK for step in self.because)
         is_part = len(self.inside) < sum(map(len, self.outcomes.values()))
-        return self.inside if is_by_rank and is_part and self.kind in ("branch", "callee") else ()
+        excludes = _EXCLUDES.search(self.statement) is not None
+        is_role = is_by_rank and is_part and not excludes and self.kind in ("branch", "callee")
+        return self.inside if is_role else ()
 
     def below(self, root: str) -> FirstDivergence:
         """Return it with paths relative to a folder, '' for none, so that it reads the same on every machine."""
