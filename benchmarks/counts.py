@@ -32,7 +32,7 @@ from typing import Any
 
 TABLE = Path(__file__).parent / "results" / "harness_counts.json"
 MORE = 1.10  # times what the table has: then a row fails
-FEW, MANY = 4, 20  # tests of the two runs of which the difference is counted
+FEW, MANY = 4, 20  # tests of the two runs; their difference is counted
 TESTS = {
     "plain": 1004,
     "pytest-nsa, reuse": 304,

@@ -52,7 +52,7 @@ class Suite:
     address: str = ""  # of its repository, which has the tests; the version is its tag
     folder: str = ""  # in the package, which its tests need and no wheel has; of a repository, where pytest runs
     options: tuple[str, ...] = ()
-    plugin: str = ""  # in benchmarks/clients, by which its tests run on ranks
+    plugin: str = ""  # in benchmarks/clients: it runs the tests on ranks
     usual: tuple[str, ...] = ()  # options of its usual way
     variables: dict[str, str] = field(default_factory=dict)
     prepare: str = "pass"  # a program that runs once
@@ -103,7 +103,7 @@ ON_RANKS = (
     ),
     Suite(
         package="pytorch-ignite==0.5.3", needs=("pytest-xdist", "mock", "filelock", "scikit-learn"), plugin="ignite_on_ranks",
-        usual=("--dist=each", "--tx", "2*popen"), variables={"WORLD_SIZE": "2"},  # by which some are skipped, or not
+        usual=("--dist=each", "--tx", "2*popen"), variables={"WORLD_SIZE": "2"},  # some tests are skipped by it
         tests=tuple(f"tests/ignite/{name}.py" for name in (
             "distributed/utils/test_native", "distributed/test_auto", "engine/test_deterministic", "metrics/test_accuracy",
             "metrics/test_loss", "metrics/test_metric", "metrics/test_epoch_metric",

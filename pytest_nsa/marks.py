@@ -152,7 +152,9 @@ reuse: pytest.MarkDecorator = _made("reuse")
 hash_seeds: pytest.MarkDecorator = _made("hash_seeds")
 
 
-def _check_choice_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
+def _check_mark_choice(
+    mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False
+) -> str | None:
     if mark.kwargs or not mark.args or (single and len(mark.args) != 1):
         return f"takes {'one' if single else 'one or more'} of {', '.join(allowed)}, as in {example}"
     for value in mark.args:
@@ -283,8 +285,8 @@ def _bare(name: str, text: str) -> MarkRule:
 
 _RULES = (
     _taking_arguments(world_size, _check_world_size),
-    _taking_arguments(backend, lambda m: _check_choice_of(m, BACKENDS, "backend('gloo')", single=True)),
-    _taking_arguments(branch, lambda m: _check_choice_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
+    _taking_arguments(backend, lambda m: _check_mark_choice(m, BACKENDS, "backend('gloo')", single=True)),
+    _taking_arguments(branch, lambda m: _check_mark_choice(m, BRANCHES, "branch('sel')"), fixture="branch"),
     _taking_arguments(gc_range, _check_gc_range, fixture="gc_range"),
     _bare("static_graph", "`ddp.wrap` makes DDP with static_graph=True."),
     _bare(
@@ -292,10 +294,10 @@ _RULES = (
         "Fail when ranks end with different gradients or parameters though DDP keeps them equal (three norms per tensor and step).",
     ),
     _taking_arguments(
-        trace_kinds, lambda m: _check_choice_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"
+        trace_kinds, lambda m: _check_mark_choice(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"
     ),
     _taking_arguments(
-        trace, lambda m: _check_choice_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"
+        trace, lambda m: _check_mark_choice(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"
     ),
     MarkRule(
         name="gpu",
@@ -330,7 +332,9 @@ _RULES = (
         check=_check_reuse,
     ),
     _taking_arguments(scenario, _check_scenario),
-    _taking_arguments(fails_as, lambda m: _check_choice_of(m, tuple(CAUSES), "fails_as('lock_deadlock')", single=True)),
+    _taking_arguments(
+        fails_as, lambda m: _check_mark_choice(m, tuple(CAUSES), "fails_as('lock_deadlock')", single=True)
+    ),
 )
 RULES: dict[str, MarkRule] = {rule.name: rule for rule in _RULES}
 

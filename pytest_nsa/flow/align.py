@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -106,16 +105,18 @@ class Pair:
 
     def first_inside(self, parting: Parting, which: int) -> Call | None:
         """Return the first call that concerns the other rank and that a rank begins inside the statement where they part."""
-        frame, node = parting.frames[which], parting.source.statement(parting.line)
-        first, last = (
-            (node.lineno, node.end_lineno or node.lineno) if isinstance(node, ast.stmt) else (parting.line,) * 2
-        )
-        within = itertools.takewhile(
-            lambda k: first <= frame.lines[k] <= last, range(max(0, parting.at[which]), len(frame.lines))
-        )
-        flow = (self.one, self.other)[which]
-        begun = (call for k in within for call in frame.calls.get(k, ()))
-        return next((call for call in begun if self.get_key(flow, call) is not None), None)
+        flow, frame = (self.one, self.other)[which], parting.frames[which]
+        node = parting.source.statement(parting.line)
+        last = node.end_lineno or node.lineno if isinstance(node, ast.stmt) else parting.line
+        for k in range(max(0, parting.at[which]), len(frame.lines)):
+            if not parting.line <= frame.lines[k] <= last:
+                return None
+            if begun := self._concerning(flow, frame.calls.get(k, ())):
+                return begun[0]
+        return None
+
+    def _concerning(self, flow: Flow, calls: Sequence[Call]) -> list[Call]:
+        return [call for call in calls if self.get_key(flow, call) is not None]
 
     def _frames(self, a: Frame, b: Frame, depth: int) -> Parting | None:
         """Return where the ranks part in two frames of one function."""
@@ -176,8 +177,13 @@ class Pair:
         if any(others.get(name, text) != text and _SCALAR.match(text) for name, text in mine.items()):
             self.noted.append(Parting("value", (a, b), (i, j)))
 
+    def _note_returned(self, a: Frame, b: Frame) -> None:
+        """Note the line by which a function returned another number, text or truth value."""
+        if a.lines and b.lines and a.returned != b.returned and _SCALAR.match(a.returned):
+            self.noted.append(Parting("value", (a, b), (len(a.lines) - 1, len(b.lines) - 1)))
+
     def _call(self, flow: Flow, frame: Frame, index: int, number: int) -> Call:
-        return [call for call in frame.calls[index] if self.get_key(flow, call) is not None][number]
+        return self._concerning(flow, frame.calls[index])[number]
 
     def _callees(self, a: Frame, i: int, b: Frame, j: int, depth: int) -> Parting | None:
         """Return where the ranks part in the frames that a statement called. They are matched by name."""
@@ -189,14 +195,8 @@ class Pair:
                     found = self._frames(x, y, depth + 1)
                     if found is not None:
                         return found
-                    if (
-                        self.notes_all
-                        and x.lines
-                        and y.lines
-                        and x.returned != y.returned
-                        and _SCALAR.match(x.returned)
-                    ):
-                        self.noted.append(Parting("value", (x, y), (len(x.lines) - 1, len(y.lines) - 1)))
+                    if self.notes_all:
+                        self._note_returned(x, y)
             elif any(self._concerns(self.one, f) for f in mine[a0:a1]) or any(
                 self._concerns(self.other, f) for f in others[b0:b1]
             ):
@@ -239,7 +239,7 @@ class Pair:
     def _calls_by_line(self, flow: Flow, frame: Frame, index: int) -> Iterator[tuple[int, Call]]:
         """Yield the calls that concern the other rank from a line on, each with the index of its line."""
         for k in range(index, len(frame.lines)):
-            yield from ((k, call) for call in frame.calls.get(k, ()) if self.get_key(flow, call) is not None)
+            yield from ((k, call) for call in self._concerning(flow, frame.calls.get(k, ())))
 
     def _began_the_same(self, a: Frame, i: int, i2: int, b: Frame, j: int, j2: int) -> bool:
         """Return whether both began the same shared calls from a statement on until they meet: messages in any order."""

@@ -154,6 +154,12 @@ def _noted(pair: Pair) -> list[Parting]:
     return [*pair.noted, *([last] if last is not None else [])]
 
 
+def _list_earlier(parting: Parting, pair: Pair) -> list[Parting]:
+    """Return the differences of two ranks before a statement: those that changed no call."""
+    noted = _noted(replace(pair, notes_all=True, noted=[]))
+    return list(itertools.takewhile(lambda other: other != parting, noted))
+
+
 def _count_calls(found: tuple[Parting, Pair]) -> int:
     """Return how many calls of both ranks had begun before they parted."""
     parting, pair = found
@@ -212,9 +218,7 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
         statement=read_source(shown.file).head(line),
         outcomes={name: tuple(sorted(ranks)) for name, ranks in sorted(outcomes.items())},
         values={name: dict(sorted(of.items())) for name, of in values.items()},
-        because=tuple(
-            trace_back(parting, (pair.one, pair.other), _noted(replace(pair, notes_all=True, noted=[]))[:-1])
-        ),
+        because=tuple(trace_back(parting, (pair.one, pair.other), lambda: _list_earlier(parting, pair))),
         within=within,
         is_alone=not others,
         inside=tuple(sorted(inside)),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -65,11 +66,13 @@ def differing(parting: Parting, flows: tuple[Flow, Flow]) -> dict[str, tuple[str
     return found
 
 
-def trace_back(parting: Parting, flows: tuple[Flow, Flow], before: Sequence[Parting] = ()) -> list[Step]:
+def trace_back(parting: Parting, flows: tuple[Flow, Flow], list_earlier: Callable[[], Sequence[Parting]]) -> list[Step]:
     """Return the values that differ at a statement, and the lines that set them, at most `MOST_STEPS` one behind the other.
 
-    ``before`` are the differences that changed no call. One of them explains a container that differs and that no line set.
+    ``list_earlier`` returns the differences that changed no call. One of them explains a container that differs and that no line
+    set. They take an alignment, so they are looked up where one is needed.
     """
+    list_earlier = functools.cache(list_earlier)
     found: list[Step] = []
     seen: set[tuple[str, str, int]] = set()
     todo = [(parting.frames, parting.at, 0)]
@@ -89,7 +92,7 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow], before: Sequence[Part
             seen.add(key)
             found.append(_step(name, mine, others))
             is_known = mine.is_set and others.is_set and _is_one_line(mine, others)
-            earlier = None if is_known else next((p for p in reversed(before) if _touches(p, name)), None)
+            earlier = None if is_known else next((p for p in reversed(list_earlier()) if _touches(p, name)), None)
             if earlier is not None:
                 frame = earlier.frames[0]
                 found[-1] = replace(
@@ -104,9 +107,8 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow], before: Sequence[Part
             if following is None or found[-1].by_right:
                 continue
             inside, at_next = following
-            if inside[0] not in (mine.frame, mine.frame.above) and _decides(
-                inside, at_next
-            ):  # a function that the line called
+            is_callee = inside[0] not in (mine.frame, mine.frame.above)
+            if is_callee and _decides(inside, at_next):
                 values = tuple(_Value(f.returned, f, k, is_set=True) for f, k in zip(inside, at_next, strict=True))
                 found.append(_step(f"{inside[0].name}()", *values))
             todo.append((inside, at_next, depth + 1))

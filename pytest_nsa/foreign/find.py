@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pytest_nsa.foreign.dumps import LARGEST, add_dump, is_dump, parse_dump, read_rank
-from pytest_nsa.foreign.logs import add_log, read_lines_of
+from pytest_nsa.foreign.logs import add_log, read_marked_lines
 from pytest_nsa.foreign.stacks import is_stack_text, read_stacks
 from pytest_nsa.foreign.texts import find_world_size, is_analysis, read_analysis
 from pytest_nsa.foreign.values import ForeignJob
@@ -85,7 +85,7 @@ def _read(job: ForeignJob, path: Path, versions: set[str]) -> list[str]:
             if kinds:
                 return kinds
         file.seek(0)
-        return [f"log with {kind}" for kind in sorted(add_log(job, read_lines_of(file), number))]
+        return [f"log with {kind}" for kind in sorted(add_log(job, read_marked_lines(file), number))]
 
 
 def _read_text(job: ForeignJob, path: Path, text: str, number: int | None) -> list[str]:

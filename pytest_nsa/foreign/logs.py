@@ -77,7 +77,7 @@ class _State:
     found: set[str] = field(default_factory=set)
 
 
-def read_lines_of(file: BinaryIO) -> Iterator[str]:
+def read_marked_lines(file: BinaryIO) -> Iterator[str]:
     """Yield the lines of a log that may have evidence, each at most 64 KiB long, without colours.
 
     A terminal may have broken a watchdog's line within its parentheses: the parts are one line, up to the one with the end. A

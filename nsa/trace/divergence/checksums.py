@@ -25,13 +25,13 @@ from nsa.trace.divergence.models import (
     Seen,
     averages_in_subgroups,
     compared,
+    find_wrapper,
     is_plain,
     keeps_equal,
     may_average,
     norms_at_start,
     norms_of,
     updates,
-    wrapper_of,
 )
 from nsa.trace.divergence.reduced_by_hand import HandReduction
 from nsa.trace.divergence.training_state import TrainingState, keep
@@ -77,11 +77,11 @@ class Checksums:
             self._has_updated = False
             self._by_hand.forget()
         self._called[root] = None
-        if root not in self._called_at and wrapper_of(root) is not None:
+        if root not in self._called_at and find_wrapper(root) is not None:
             self._called_at[root] = call_site()
         if root not in self._begun:
             # DDP makes replicas equal, but not those of one rank.
-            is_wrapped = wrapper_of(root) is not None or any(
+            is_wrapped = find_wrapper(root) is not None or any(
                 ddp.process_group.size() > 1 for ddp in ddp_models_in(root)
             )
             self._begun[root] = {} if is_wrapped else {"norms": norms_at_start(root), "site": self._state.made_at(root)}
@@ -90,7 +90,7 @@ class Checksums:
         """Check an all-reduce before it starts: it may reduce gradients without DDP."""
         self._met.update(n for n, seen in self._unchecked.items() if may_average(tensors, seen.tensors))
         called = [*self._trained, *self._called]
-        roots = [root for root in called if not ddp_models_in(root) and wrapper_of(root) is None]
+        roots = [root for root in called if not ddp_models_in(root) and find_wrapper(root) is None]
         if roots and isinstance(tensors, list | tuple):
             self._by_hand.reduced(group, tensors, roots)
             for root in roots:
@@ -117,7 +117,7 @@ class Checksums:
         """Keep the sums of the norms of parameters and gradients before an update, to detect changes made outside of it."""
         for root in list(self._trained):
             inside = [(ddp, ddp.module, ddp.parameters_to_ignore) for ddp in ddp_models_in(root)]
-            is_ddp_s = bool(inside) or wrapper_of(root) is not None
+            is_ddp_s = bool(inside) or find_wrapper(root) is not None
             is_reduced = is_ddp_s or self._by_hand.group_of(root) is not None
             for model, module, ignored in inside or ([(root, root, ())] if is_reduced else []):
                 kept = [p for _, p in compared(module, ignored, with_frozen=is_ddp_s)]
@@ -141,7 +141,7 @@ class Checksums:
                     self._unchecked[seen.model] = seen
                     if averages_in_subgroups(ddp):
                         self._met.add(seen.model)
-            wrapper = None if inside else wrapper_of(root)
+            wrapper = None if inside else find_wrapper(root)
             if wrapper is not None and keeps_equal(wrapper) and wrapper not in self._trained:
                 self._write("unwrapped", step, root, wrapper)
             if wrapper is None and not inside:

@@ -51,7 +51,7 @@ class Numbers:
 
     def of(self, root: torch.nn.Module) -> int:
         """Return the number of a model."""
-        root = wrapper_of(root) or root
+        root = find_wrapper(root) or root
         if root not in self._numbers:
             self._count += 1
             self._numbers[root] = self._count
@@ -121,7 +121,7 @@ def remember_wrapper(ddp: DistributedDataParallel) -> None:
     made_equal(ddp.module)
 
 
-def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
+def find_wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
     found = _wrappers.get(module)
     return found() if found is not None else None
 

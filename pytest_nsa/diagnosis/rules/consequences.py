@@ -97,7 +97,7 @@ def _passed(
         return _Passed.IN_SOME_ROUND  # an assert evaluates its line's calls first
     if found.order is not Order.AFTER or not found.parted:
         return _Passed.NO
-    if _leaves_with(evidence.sources, found.parted[1].place, found.parted[0].line):
+    if _is_with_head(evidence.sources, found.parted[1].place, found.parted[0].line):
         return _Passed.NO
     if found.is_counted:
         return _Passed.YES
@@ -108,7 +108,7 @@ def _get_function(nodeid: str) -> str:
     return nodeid.rpartition("::")[2].partition("[")[0]
 
 
-def _leaves_with(sources: Sources, place: str, line: int) -> bool:
+def _is_with_head(sources: Sources, place: str, line: int) -> bool:
     """Return whether ``place`` is the head of a ``with`` around ``line``: its exit may make the call, after the body."""
     found = sources.around(place)
     return bool(found) and isinstance(found[-1], ast.With | ast.AsyncWith) and line <= (found[-1].end_lineno or 0)

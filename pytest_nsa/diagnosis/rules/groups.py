@@ -137,16 +137,11 @@ def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> D
                 f"{describe_ranks(tuple(sorted(usual)), n)}"
             )
             return "group_order_deadlock", odd, made[odd[0]][place].site, reason
-        if 2 * most <= len(at) == n and not any(
-            members in groups for r, groups in later.items() for members in set(at.values()) - {at[r]}
-        ):
-            shown = by_ranks({r: f"created group {made[r][place].note}" for r in at}, n)
-            return (
-                "group_order_deadlock",
-                tuple(sorted(at)),
-                made[0][place].site,
-                f"one group has different members: {shown}",
-            )
+        is_split = all(later[r].isdisjoint(set(at.values()) - {at[r]}) for r in at)
+        if is_split and 2 * most <= len(at) == n:
+            reason = "one group has different members: "
+            reason += by_ranks({r: f"created group {made[r][place].note}" for r in at}, n)
+            return "group_order_deadlock", tuple(sorted(at)), made[0][place].site, reason
         for members, number in reversed(by_number):
             makers = tuple(sorted(rank for rank in at if at[rank] == members))
             if sum(members in groups for groups in later.values()) == number:
