@@ -204,8 +204,8 @@ class Pair:
         return None
 
     def _concerns(self, flow: Flow, frame: Frame) -> bool:
-        """Return whether a frame began a call that concerns the other rank, or is still open."""
-        return frame.is_open or bool(self.shared(flow, frame.list_calls(-1)))
+        """Return whether a frame began a call that concerns the other rank, or is still in one."""
+        return (frame.is_open and not frame.is_paused) or bool(self.shared(flow, frame.list_calls(-1)))
 
     def _are_roles(self, a: Frame, i: int, b: Frame, j: int) -> bool:
         """Return whether ranks that do not meet again have different parts: each began calls, and those of both fit so far."""

@@ -16,7 +16,7 @@ FILE = "flow.bin"
 MAGIC = b"NSAFLOW1"
 LARGEST = 128 << 20  # bytes of a half
 _PART, _ZEROS = 1 << 20, 256  # bytes that are read at a time, and that are zeros behind the last event
-LINE, ENTER, LEAVE, SET, READ, RAISED, CALL, CODE, HELD, RESUME = range(1, 11)
+LINE, ENTER, LEAVE, SET, READ, RAISED, CALL, CODE, HELD, RESUME, PAUSE = range(1, 12)
 _HEADER = struct.Struct("<8sQ")
 _NUMBER = struct.Struct("<I")
 _TWO = struct.Struct("<II")
@@ -69,6 +69,7 @@ class Frame:
     reads: dict[int, dict[str, str]] = field(default_factory=dict)
     raised: dict[int, str] = field(default_factory=dict)
     is_open: bool = True  # it had not returned when the recording ended
+    is_paused: bool = False  # a generator's: it waits to be asked for its next value, or was closed
     returned: str = ""
     above: Frame | None = field(default=None, repr=False)
     above_at: int = -1  # index of the parent's line
@@ -187,11 +188,12 @@ class _Reader:
                 number, parent, _, _ = _FOUR.unpack_from(data, at)
                 at += 16
                 if number in frames:
+                    frames[number].is_paused = False
                     self._place(frames[number], parent)
             elif kind == HELD:
                 self._hold(*_SIX.unpack_from(data, at))
                 at += 24
-            elif kind in (LEAVE, SET, READ, RAISED, CALL, CODE):
+            elif kind in (LEAVE, SET, READ, RAISED, CALL, CODE, PAUSE):
                 number, size = _TEXT.unpack_from(data, at)
                 at += 6
                 self._text(kind, number, data[at : at + size].decode(errors="replace"))
@@ -244,6 +246,8 @@ class _Reader:
             return
         elif kind == LEAVE:
             frame.is_open, frame.returned = False, text
+        elif kind == PAUSE:
+            frame.is_paused = True
         elif kind == RAISED:
             frame.raised[len(frame.lines) - 1] = text
         else:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -170,8 +173,47 @@ def test_a_collection_while_a_source_is_parsed(tmp_path: Path) -> None:
     assert not errors
 
 
+def test_threads_write_whole_events(tmp_path: Path) -> None:
+    log = written.FlowLog(tmp_path / "flow.bin", lambda: None)
+    log.text(written.CODE, 1, "file\0name\0001\0002")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def write(number: int) -> None:
+        log.enter(number, 0, 1, number)
+        for _ in range(3000):
+            log.text(written.CALL, number, json.dumps({"op": "x" * number}))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(1, 5)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    flow = read_flow(tmp_path / "flow.bin", 0)
+    assert flow is not None
+    assert {n: {call.op for call in calls} for n, calls in flow.calls.items()} == {n: {"x" * n} for n in range(1, 5)}
+    assert [len(calls) for calls in flow.calls.values()] == [3000] * 4
+
+
+def test_a_generator_that_one_rank_leaves_early_is_not_where_it_hangs(tmp_path: Path) -> None:
+    def program(rank: int, call: Callable[..., None]) -> None:
+        def numbers() -> Iterator[int]:
+            yield 1
+            yield 2
+
+        call("all_reduce", what=str(next(numbers()) if rank == 0 else 0))
+
+    flows = [record(program, tmp_path, rank) for rank in range(2)]
+    found = find_first(flows, lambda group: range(2))
+    assert found is not None
+    assert found.kind == "argument"
+
+
 def test_the_reader_knows_the_format_that_the_recorder_writes() -> None:
-    names = ("MAGIC", "LINE", "ENTER", "LEAVE", "SET", "READ", "RAISED", "CALL", "CODE", "HELD", "RESUME")
+    names = ("MAGIC", "LINE", "ENTER", "LEAVE", "SET", "READ", "RAISED", "CALL", "CODE", "HELD", "RESUME", "PAUSE")
     assert [getattr(reading, name) for name in names] == [getattr(written, name) for name in names]
 
 

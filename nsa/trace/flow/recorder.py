@@ -15,11 +15,12 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from nsa.trace.flow.log import CALL, CODE, LEAVE, LINE, LINE_EVENT, RAISED, READ, RESUME, SET, SIZE, FlowLog
+from nsa.trace.flow.log import CALL, CODE, LEAVE, LINE, LINE_EVENT, PAUSE, RAISED, READ, RESUME, SET, SIZE, FlowLog
 from nsa.trace.flow.statements import Lines, parse_lines
 from nsa.trace.flow.values import ABSENT, LONGEST, PLAIN, describe, find, masked_text
 from nsa.trace.frames import is_program_file
@@ -75,9 +76,8 @@ class FlowRecorder:
         self._known: list[Code] = []
         self._all_open: dict[int, Open] = {}
         self._calls: dict[int, int] = {}
-        self._frames = 0
         self._thread = _Thread()
-        self._numbers = 0
+        self._codes_seen, self._frames, self._threads = count(1), count(1), count()
         self.calls = 0
         self._pid = os.getpid()
         self._tool: _Settrace | _Monitoring | None = None
@@ -85,6 +85,7 @@ class FlowRecorder:
 
     def start(self) -> None:
         """Record from now on, in this thread and in all that are started later."""
+        self._thread.number = next(self._threads)  # 0, whatever thread is started meanwhile
         self._tool = _Monitoring(self) if hasattr(sys, "monitoring") else _Settrace(self)
         self._tool.start()
         self._adopt(sys._getframe(1))
@@ -126,7 +127,7 @@ class FlowRecorder:
     def _begin_half(self) -> None:
         for code in self._known:
             self._write_code(code)
-        for frame in self._all_open.values():
+        for frame in list(self._all_open.values()):
             self.log.hold(
                 frame.number,
                 frame.parent,
@@ -149,7 +150,7 @@ class FlowRecorder:
         if known is self:
             known = None
             if is_program_file(code.co_filename):
-                known = Code(code, len(self._known) + 1, parse_lines(code.co_filename))
+                known = Code(code, next(self._codes_seen), parse_lines(code.co_filename))
                 self._known.append(known)
                 self._write_code(known)
             self._codes[id(code)] = known
@@ -167,11 +168,9 @@ class FlowRecorder:
         """Write that a frame begins; ``names`` are its locals, which are its arguments."""
         thread = self._thread
         if thread.number < 0:
-            thread.number = self._numbers
-            self._numbers += 1
-        self._frames += 1
+            thread.number = next(self._threads)
         parent = thread.open[-1].number if thread.open else 0
-        frame = Open(self._frames, parent, code, thread.number)
+        frame = Open(next(self._frames), parent, code, thread.number)
         self._all_open[frame.number] = frame
         thread.open.append(frame)
         self.log.enter(frame.number, parent, code.number, thread.number)
@@ -198,11 +197,7 @@ class FlowRecorder:
         names = of.f_locals if due or reads or returned or frame.unwritten else {}  # a new dict at each access
         if due or frame.unwritten:
             self.write(SET, frame, (*due, *frame.unwritten), names, of.f_globals, is_plain=True)
-        log = self.log
-        if log.at + LINE_EVENT.size > log.end:
-            log.turn()
-        LINE_EVENT.pack_into(log.map, log.at, LINE, frame.number, line)
-        log.at += LINE_EVENT.size
+        self.log.write(LINE_EVENT.pack(LINE, frame.number, line))
         frame.line = line
         frame.due = lines.sets.get(line, ())
         if reads:
@@ -236,7 +231,11 @@ class FlowRecorder:
                 self.log.text(kind, frame.number, f"{name}\0{text}")
 
     def suspend(self, frame: Open) -> None:
-        """Leave a generator's frame for now."""
+        """Write that a generator's frame waits to be asked for its next value."""
+        self.log.text(PAUSE, frame.number, "")
+        self._pop(frame)
+
+    def _pop(self, frame: Open) -> None:
         thread = self._thread
         if frame in thread.open:
             del thread.open[thread.open.index(frame) :]
@@ -254,7 +253,7 @@ class FlowRecorder:
         self._end(frame)
 
     def _end(self, frame: Open) -> None:
-        self.suspend(frame)
+        self._pop(frame)
         self._all_open.pop(frame.number, None)
 
     def raised(self, frame: Open, error: BaseException, kind: type[BaseException]) -> None:
