@@ -41,7 +41,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         *,
         world_size: int = 2,
         timeout: float | None = None,
-        backend: str = "gloo",
+        backend: str | None = "gloo",
         parallel: str = "none",
         static_graph: bool = False,
         arguments: dict[str, Any] | None = None,
@@ -51,7 +51,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         if timeout is None:
             timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
         _check(function, world_size, timeout, outer, arguments or {})
-        _check_choice(function, "backend", backend, BACKENDS)
+        _check_choice(function, "backend", backend, (*BACKENDS, None))
         _check_choice(function, "parallel", parallel, PARALLELS)
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
@@ -61,7 +61,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
             folder=str(folder),
             root=str(request.config.rootpath),
             world_size=world_size,
-            backend=backend,
+            backend=backend or "",
             timeout=timeout,
             parallel=parallel,
             static_graph=bool(static_graph),
@@ -125,9 +125,11 @@ def _check(function: Any, world_size: int, timeout: float, outer: float | None, 
         raise ValueError(f"launch({name}, arguments=...): the function has no parameter {unknown}")
 
 
-def _check_choice(function: Any, name: str, value: object, known: Sequence[str]) -> None:
+def _check_choice(function: Any, name: str, value: object, known: Sequence[str | None]) -> None:
     if value not in known:
-        raise ValueError(f"launch({function.__qualname__}, {name}={value!r}): must be one of {', '.join(known)}")
+        raise ValueError(
+            f"launch({function.__qualname__}, {name}={value!r}): must be one of {', '.join(map(str, known))}"
+        )
 
 
 def find_artifacts(request: pytest.FixtureRequest) -> Path:
