@@ -21,6 +21,7 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
 from pytest_nsa.session.launch import Launch
+from pytest_nsa.wire.files import write_atomically
 
 _running: list[Launch] = []  # of the test that runs
 _FILE = "call.pickle"
@@ -94,7 +95,7 @@ def run(
     except Exception:  # whatever the reduction of an argument raises: a queue, a lock, a local function
         return None
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, _FILE).write_bytes(data)
+        write_atomically(Path(folder, _FILE), data)
         given = {"folder": folder, "takes_rank": takes_rank}
         outcome = _running[-1](call_function, world_size=world_size, backend=None, arguments=given)
         files = {rank: Path(folder, f"{rank}.pickle") for rank in range(world_size)}
@@ -112,4 +113,4 @@ def call_function(rank: int, folder: str, takes_rank: bool) -> None:
     os.chdir(here)
     current_process().authkey = key  # for a manager of the test's
     value = function(rank, *arguments) if takes_rank else function(*arguments)
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(value))
+    write_atomically(Path(folder, f"{rank}.pickle"), pickle.dumps(value))
