@@ -1,8 +1,10 @@
-"""Memory of this process, by /proc: its present size, and its peak since a moment."""
+"""Memory of this process, by /proc: its present size, and its peak since a moment; what the kernel ended for memory."""
 
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 _STATUS = 1 << 14  # bytes; the file has a tenth of it
 _RESET_PEAK = b"5"  # proc(5): clear_refs
@@ -48,3 +50,25 @@ def _mib(field: bytes) -> float | None:
     finally:
         os.close(fd)
     return round(int(rest.split(None, 1)[0]) / 1024, 1) if found else None
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+def count_oom_kills() -> int:
+    """Return how many processes of this one's control group the kernel has ended for memory; 0 where it does not count them."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return 0
+    total = 0
+    for _, controllers, path in groups:
+        files = {"": f"{path}/memory.events", "memory": f"memory{path}/memory.oom_control"}
+        if controllers in files:
+            try:
+                text = (_CGROUPS / files[controllers].lstrip("/")).read_text()
+            except OSError:
+                continue
+            total += sum(map(int, _OOM_KILLS.findall(text)))
+    return total
