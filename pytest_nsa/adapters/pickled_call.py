@@ -18,6 +18,7 @@ import torch.multiprocessing
 
 from pytest_nsa import marked
 from pytest_nsa.evidence.load import load
+from pytest_nsa.observe.conclude import with_label_sources
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
 from pytest_nsa.session.launch import Launch
@@ -97,13 +98,13 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         write_atomically(Path(folder, _FILE), data)
         given = {"folder": folder, "takes_rank": takes_rank}
-        outcome = _running[-1](call_function, world_size=world_size, backend=None, arguments=given)
+        outcome = _running[-1](call_function, world_size=world_size, backend=None, arguments=given, reruns=True)
         files = {rank: Path(folder, f"{rank}.pickle") for rank in range(world_size)}
         values = {rank: pickle.loads(path.read_bytes()) for rank, path in files.items() if path.exists()}
     if outcome.passed:
         return Returned(values)
     verdict = outcome.verdict
-    return Returned(values, terminal.failure(verdict, load(outcome.folder)), verdict.ranks)
+    return Returned(values, terminal.failure(verdict, with_label_sources(load(outcome.folder), verdict)), verdict.ranks)
 
 
 def call_function(rank: int, folder: str, takes_rank: bool) -> None:
