@@ -110,6 +110,7 @@ def resolve(config: pytest.Config) -> Settings:
         raise pytest.UsageError(f"NSA_TRACE_LEVEL={level!r}: must be full or light")
     named_plugins(config)  # a line that cannot be used is refused now, not in the ranks
     outer = outer_launcher(config) if HAS_RANKS else None
+    descendants = config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS)
     settings = Settings(
         mode=_choose_mode(config, outer),
         artifacts=(config.rootpath / directory).resolve(),  # pytest refuses '..' in the path of a child's cache
@@ -137,7 +138,7 @@ def resolve(config: pytest.Config) -> Settings:
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
         outer=outer,
         unmarked=_choice(config, "ranks_unmarked", UNMARKED),
-        descendants=_descendants(config) if HAS_RANKS else "off",
+        descendants=descendants if HAS_RANKS else "off",
         descendants_fail=_flag(config, "ranks_descendants_fail"),
         left_fails=_flag(config, "ranks_left_fails"),
         rerun=config.getoption("--ranks-rerun") or _choice(config, "ranks_rerun", RERUNS),
@@ -162,10 +163,6 @@ def _choose_mode(config: pytest.Config, outer: OuterLauncher | None) -> Mode:
     if outer is not None:
         return Mode.FOLLOWER if outer.rank else Mode.LEADER
     return Mode.PLAIN
-
-
-def _descendants(config: pytest.Config) -> str:
-    return config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS)
 
 
 def _numbers_of_launch() -> list[str | None]:

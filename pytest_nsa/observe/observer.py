@@ -117,7 +117,7 @@ class Observer:
             locks = file_locks(alive)
             for rank, facts in self.stall.facts.items():
                 note(self.log, "process", rank=rank, **facts, gil_wait_ms=self._gil_wait(rank), **locks.get(rank, {}))
-            note(self.log, "stall", **self.watch.stall_facts(waited))
+            note(self.log, "stall", **self.watch.stop_facts(), waits_s=waited, beat_age_s=self.watch.beat_ages)
         self._ask(alive)
         self.watch.look(worked=True)  # this may have taken long: see what moved in that time
         return True

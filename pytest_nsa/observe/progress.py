@@ -157,10 +157,6 @@ class ProgressWatch:
         moved = [rank for rank, at in self._moves.items() if now - at < GRACE_S]
         return {"stalled_s": self.stalled_s, "moved": self.stalled_s < GRACE_S, "moved_ranks": moved}
 
-    def stall_facts(self, waited: float) -> dict[str, Any]:
-        """Return a stall in which ranks have ``waited`` for so many seconds, as evidence."""
-        return {**self.stop_facts(), "waits_s": waited, "beat_age_s": self.beat_ages}
-
     @property
     def rings(self) -> Rings:
         """The ranks' last collectives."""
@@ -196,10 +192,6 @@ class ProgressWatch:
     def blocked(self) -> list[int]:
         """The ranks with a main thread that waits in a collective."""
         return [rank for rank, board in self.boards.items() if board.blocked is not None]
-
-    def all_blocked(self, ended: Collection[int]) -> bool:
-        """Return whether the main thread of every rank that has not ended waits in a collective."""
-        return set(self.boards) - set(ended) <= set(self.blocked)
 
     def is_left_alone(self, ended: Collection[int]) -> bool:
         """Return whether every rank that has not ended waits in a collective that needs a rank that has."""

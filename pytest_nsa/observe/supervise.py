@@ -154,7 +154,8 @@ class RanksRun:
         """Return whether to stop the other ranks of a failed test: after a while, or sooner if they only wait."""
         if since_failure >= self.limits.after_failure:
             return True
-        return since_failure >= GRACE_S and self.watch.stalled_s >= GRACE_S and self.watch.all_blocked(self.statuses)
+        is_still = since_failure >= GRACE_S and self.watch.stalled_s >= GRACE_S
+        return is_still and set(self.watch.boards) - set(self.statuses) <= set(self.watch.blocked)
 
     def _waits_for_the_finished(self) -> bool:
         """Return whether the other ranks wait in a collective for ranks that have ended, which cannot complete."""

@@ -137,7 +137,8 @@ class RankProcess:
             job = self._next_job()
         while job is not None:
             code = self._run(job)
-            stays = job.stay and (job.fresh_group or self._has_kept_its_group())
+            has_kept_its_group = not self.spec.backend or dist.group.WORLD is self._group  # '': a test makes its own
+            stays = job.stay and (job.fresh_group or has_kept_its_group)
             late = [m for m in LATE if m in sys.modules and m not in self._had]
             self._send(op="finished", code=code, stays=stays, late=late)
             if not stays:
@@ -312,10 +313,6 @@ class RankProcess:
             self.spec.backend, store=store, rank=self.number, world_size=self.spec.world_size, timeout=GROUP_TIMEOUT
         )
         self._group = dist.group.WORLD
-
-    def _has_kept_its_group(self) -> bool:
-        """Return whether the default group is the one that was formed here; true where a test makes its own."""
-        return not self.spec.backend or dist.group.WORLD is self._group
 
     def _store(self) -> dist.Store:
         if self.spec.rendezvous:

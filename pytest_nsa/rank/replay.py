@@ -175,10 +175,6 @@ def _is_expected(error: BaseException, raises: Any) -> bool:
     return bool(matches(error)) if matches is not None else isinstance(error, raises)
 
 
-def _make_frame(item: pytest.Item) -> traceback.FrameSummary:
-    return traceback.FrameSummary(*marks.find_place(item), item.name, lookup_line=False)
-
-
 def _suite_properties(config: pytest.Config) -> list[tuple[str, Any]]:
     """Return what `record_testsuite_property` was given in this process: in a log without a file, where there is no other."""
     if config.stash.get(xml_key, None) is None:
@@ -287,7 +283,10 @@ class RankRecorder:
 
     def _record_failure(self, item: pytest.Item, error: BaseException, phase: str, is_of_a_plugin: bool) -> None:
         """Record what failed a phase: of pytest or a plugin at the place that its text names, or at the test."""
-        place = _first_named(item, str(error)) or _make_frame(item) if is_of_a_plugin else None
+        place = None
+        if is_of_a_plugin:
+            of_the_test = traceback.FrameSummary(*marks.find_place(item), item.name, lookup_line=False)
+            place = _first_named(item, str(error)) or of_the_test
         record_exception(self.ctx.folder, error, phase, place)
 
     def _record_left(self, event: str, reason: str, error: BaseException) -> None:

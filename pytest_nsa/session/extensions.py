@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +82,8 @@ class Extensions:
         found = self._call("pytest_nsa_artifact_name", item=item)
         return found if isinstance(found, str) else ""
 
-    def collect_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[Fact]:
-        """Return the facts that hooks add for ranks that stall, as far as they return within `EVIDENCE_LIMIT_S`."""
+    def collect_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return the facts that hooks add for ranks that are about to be stopped, if they return within `EVIDENCE_LIMIT_S`."""
         if not self.config.pluginmanager.hook.pytest_nsa_collect_evidence.get_hookimpls():
             return []
         found: list[Fact] = []
@@ -98,7 +99,7 @@ class Extensions:
         collector.join(EVIDENCE_LIMIT_S)
         if collector.is_alive():
             self.report(f"pytest_nsa_collect_evidence took more than {EVIDENCE_LIMIT_S:g} s: the verdict is without it")
-        return list(found)
+        return [asdict(fact) for fact in found]
 
     def _call(self, hook: str, **arguments: Any) -> Any:
         """Call a hook; where an implementation raises, the run reports that."""

@@ -58,7 +58,7 @@ def make_job(
         flow=tried is not None and tried.flow,
         reuse=needs.reuse,
         environment=needs.environment,
-        fresh_group=bool(needs.reuse) and marked.has_fresh_group(item),
+        fresh_group=bool(needs.reuse) and marked.option(item, "reuse", "group") == "fresh",
         stay=bool(needs.reuse) and needs == next_needs,
         gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
         cores=",".join(leases["core"].names) if "core" in leases else "",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ class RankRunner:
         self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
         from pytest_nsa.diagnosis.divergence import FILE, compare_runs  # not before the first failure
 
-        tried = second_run.make_variation(evidence)
+        tried = Variation(label=second_run.LABEL, flow=True, seed=evidence.job.seed)
         try:
             again, second, _ = self.run_item(item, limit, values, tried, evidence.folder.name)
             changed = compare_runs(verdict, evidence, second, again)
@@ -286,25 +285,18 @@ class RankRunner:
         return conclude(folder, self.extensions.rules, keep=keep)
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
-        announce = _ignore if job.flow else self._announce  # what the first run announced
-        self.group.run(RanksRun(job, launcher, limits, self._monitors(job), announce, self._more_evidence))
-
-    def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Return the facts that hooks add for ranks that are about to be stopped."""
-        return [asdict(fact) for fact in self.extensions.collect_evidence(folder, pids)]
+        announce = (lambda _: None) if job.flow else self._announce  # what the first run announced
+        self.group.run(RanksRun(job, launcher, limits, self._monitors(job), announce, self.extensions.collect_evidence))
 
     def _monitors(self, job: Job) -> list[Monitor]:
         """Return what is polled while ``job`` runs."""
         found: list[Monitor] = [OutputLimit(job, self.settings.output_limit)]
         if self.config.getoption("capture", "no") == "no":  # -p no:capture leaves no option
-            found.append(LiveOutput(job, self._print_live))
+            found.append(LiveOutput(job, lambda text: self._terminal(masking.text(text))))
         if self._debugger is not None:
             self._debugger.begin(once=self.config.getoption("usepdb", False))
             found.append(self._debugger)
         return found
-
-    def _print_live(self, text: str) -> None:
-        self._terminal(masking.text(text))
 
     def _announce(self, text: str) -> None:
         """Print an announcement now; of an xdist worker, the controller prints it."""
@@ -328,10 +320,6 @@ class RankRunner:
         return GroupSpec(
             world_size=needs.world_size, backend=needs.backend, device=needs.device, environment=needs.environment
         )
-
-
-def _ignore(text: str) -> None:
-    """No-op."""
 
 
 def _is_expected(item: pytest.Function, verdict: Verdict) -> bool:

@@ -6,7 +6,6 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.session.bisect import Variation
 from pytest_nsa.settings import Settings
 
 LABEL = "flow"
@@ -40,8 +39,3 @@ def compute_limit(evidence: Evidence) -> float:
     """Return the seconds that the second run may take: a multiple of what the first took until it stalled."""
     until = max(0.0, evidence.duration_s - evidence.stalled_s)
     return min(MOST_S, max(LEAST_S, TIMES * until))
-
-
-def make_variation(evidence: Evidence) -> Variation:
-    """Return the test as it runs again: with the same seed, and its control flow recorded."""
-    return Variation(label=LABEL, flow=True, seed=evidence.job.seed)

@@ -102,7 +102,7 @@ def started_since(since: int, before: Collection[int], mark: str) -> list[Proces
     """
     table = _processes()
     new = [p for p in table.values() if p.began + (p.pid not in before) > since and p.pid != os.getpid()]
-    found = {p.pid for p in new if _descends(p, table)}
+    found = {p.pid for p in new if os.getpid() in _line(p, table)}
     found |= {p.pid for p in new if p.pid not in found and _inherits(p, mark)}
     found |= {p.pid for p in new if any(pid in found for pid in _line(p, table))}
     return [table[pid] for pid in sorted(found)]
@@ -114,10 +114,6 @@ def _line(process: Process, table: dict[int, Process]) -> Iterator[int]:
     while pid in table:
         yield pid
         pid = table[pid].parent
-
-
-def _descends(process: Process, table: dict[int, Process]) -> bool:
-    return os.getpid() in _line(process, table)
 
 
 def _inherits(process: Process, mark: str) -> bool:

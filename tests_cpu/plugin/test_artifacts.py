@@ -171,13 +171,6 @@ def test_what_only_lists_writes_nothing(pytester: pytest.Pytester, lists: str) -
     assert not (pytester.path / "artifacts").exists()
 
 
-@pytest.mark.parametrize(("options", "mode"), [((), 0o700), (("-o", "ranks_artifacts_mode=0750"), 0o750)])
-def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester, options: tuple[str, ...], mode: int) -> None:
-    result = run_example(pytester, "@world_size(1)\ndef test_a(group): pass", *options)
-    assert result.run is not None
-    assert stat.S_IMODE(result.run.stat().st_mode) == mode
-
-
 @pytest.mark.parametrize(
     ("ini", "message"),
     [
@@ -204,13 +197,20 @@ def test_an_ini_value_that_cannot_be_used_is_refused(pytester: pytest.Pytester, 
     assert f"ini {name}{message}" in str(refused.value).replace(f"ini {name} = ", f"ini {name}= ")
 
 
-def test_git_ignores_only_a_folder_that_was_empty(pytester: pytest.Pytester) -> None:
+def get_mode(folder: Path) -> int:
+    return stat.S_IMODE(folder.stat().st_mode)
+
+
+def test_git_ignores_only_a_folder_that_was_empty_and_no_other_user_reads_a_run(pytester: pytest.Pytester) -> None:
     source = "@world_size(1)\ndef test_a(group): assert False"
     pytester.mkdir("mine").joinpath("notes.txt").touch()
-    run_example(pytester, source, "--ranks-artifacts=mine")
+    run_example(pytester, source, "--ranks-artifacts=mine", "-o", "ranks_artifacts_mode=0750")
+    assert get_mode(pytester.path / "mine" / "latest") == 0o750
     assert not (pytester.path / "mine" / ".gitignore").exists()
     assert (pytester.path / "mine" / "latest" / ".gitignore").read_text() == "*\n"
-    run_example(pytester, source)
+    result = run_example(pytester, source)
+    assert result.run is not None
+    assert get_mode(result.run) == 0o700
     assert (pytester.path / "artifacts" / ".gitignore").read_text() == "*\n"
 
 

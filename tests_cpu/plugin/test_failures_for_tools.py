@@ -26,19 +26,30 @@ def test_missing_fixture(nowhere): pass
 @pytest.mark.parametrize("n", [1])
 def test_fails(group, n):
     assert group.rank == 0  # THERE
+
+@world_size(2)
+def test_skips():
+    pytest.skip("not here")  # SKIP
+
+@world_size(2)
+def test_lacks(group):
+    pytest.importorskip("nothing_of_the_kind")  # LACK
+
+@world_size(2)
+def test_known(group):
+    pytest.xfail("issue 12")  # KNOWN
 """
 
 
 def get_line(marker: str) -> int:
-    return next(i for i, line in enumerate((HEADER + SOURCE).splitlines(), 1) if marker in line)
+    return next(i for i, line in enumerate((HEADER + SOURCE).splitlines(), 1) if line.endswith(f"# {marker}"))
 
 
-def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.Pytester) -> None:
-    result = run_example(
-        pytester, SOURCE, "--tb=short", "--junitxml=junit.xml", "-p", "no:capture", "-p", "no:randomly"
-    )
-    assert result.outcomes == {"failed": 1, "errors": 2}
-    assert set(result.verdicts) == {"test_broken_fixture", "test_fails[1]"}, "a missing fixture starts no ranks"
+def test_an_outcome_is_at_its_line_and_a_fixture_s_failure_is_an_error(pytester: pytest.Pytester) -> None:
+    options = ("--tb=short", "--junitxml=junit.xml", "-rs", "-p", "no:capture", "-p", "no:randomly")
+    result = run_example(pytester, SOURCE, *options)
+    assert result.outcomes == {"failed": 1, "errors": 2, "skipped": 2, "xfailed": 1}
+    assert "test_missing_fixture" not in result.verdicts, "a missing fixture starts no ranks"
     assert "fixture 'nowhere' not found" in result.stdout
     assert "<- rank 0 loses the connection to another rank" in result.stdout, "what a victim raised is a label"
     assert "GLHF" not in result.stdout
@@ -46,6 +57,11 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert cases["test_broken_fixture"].find("error") is not None
     assert cases["test_fails[1]"].find("failure") is not None
     assert "rank 1 alone fails" in result.stdout
+    skipped = sorted(int(line) for line in re.findall(r"SKIPPED \[1\] test_example\.py:(\d+): ", result.stdout))
+    assert skipped == [get_line("SKIP"), get_line("LACK")]
+    known = result.verdicts["test_known"]
+    assert (known.reason, known.ranks, known.expected) == ("expected to fail: issue 12", (0, 1), True)
+    assert known.where == f"test_example.py:{get_line('KNOWN')} in test_known"
     short = run_example(pytester, SOURCE, "--tb=line", "-k", "test_fails").stdout
     place = f"test_example.py:{get_line('THERE')}"
     assert f"{pytester.path}/{place}: {place} assertion, rank 1 of 2" in short
@@ -150,31 +166,6 @@ def test_parts(group, subtests):
         ("--- ranks 0, 1 ---\n[part] (i=1)\n", first), ("--- rank 1 ---\n[part] (i=2)\n", first + 1)
     ):  # fmt: skip
         assert f"test_example.py:{place}: AssertionError" in text.partition(headline)[2].partition("--- ")[0]
-
-
-def test_a_skip_is_where_the_ranks_skipped(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-def test_skips():
-    pytest.skip("not here")  # THERE
-
-@world_size(2)
-def test_lacks(group):
-    pytest.importorskip("nothing_of_the_kind")  # NOR THIS
-"""
-    result = run_example(pytester, source, "-rs")
-    assert result.outcomes == {"skipped": 2}
-    lines = [i for i, line in enumerate((HEADER + source).splitlines(), 1) if "  # " in line]
-    found = sorted(int(line) for line in re.findall(r"SKIPPED \[1\] test_example\.py:(\d+): ", result.stdout))
-    assert found == lines
-
-
-def test_what_all_ranks_expect_to_fail_has_its_reason_and_its_line(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, "@world_size(2)\ndef test_known(group):\n    pytest.xfail('issue 12')\n")
-    assert result.outcomes == {"xfailed": 1}
-    verdict = result.verdicts["test_known"]
-    assert (verdict.reason, verdict.ranks, verdict.expected) == ("expected to fail: issue 12", (0, 1), True)
-    assert verdict.where == f"test_example.py:{len(HEADER.splitlines()) + 3} in test_known"
 
 
 def test_pytest_exit_in_a_rank_ends_the_session(pytester: pytest.Pytester) -> None:

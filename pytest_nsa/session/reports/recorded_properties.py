@@ -11,31 +11,23 @@ Properties = list[tuple[str, Any]]
 
 
 def item_properties(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
-    """Yield what `record_property` was given."""
-    return _by_rank(ranks, [_last_item_properties(rank) for rank in ranks])
+    """Yield what `record_property` was given: the properties of each rank's last report, which has all recorded so far."""
+    return _by_rank(
+        [[p for e in r.reports[-1:] for p in _pairs(e["report"].get("user_properties"))] for r in ranks], ranks
+    )
 
 
 def suite_properties(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
     """Yield what `record_testsuite_property` was given."""
-    return _by_rank(ranks, [_all_suite_properties(rank) for rank in ranks])
+    return _by_rank([[pair for entry in r.reports for pair in _pairs(entry.get("of_the_suite"))] for r in ranks], ranks)
 
 
-def _by_rank(ranks: Sequence[RankEvidence], recorded: list[Properties]) -> Iterator[tuple[str, Any]]:
+def _by_rank(recorded: list[Properties], ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
     for rank, found in zip(ranks, recorded, strict=True):
         if rank.rank == 0:
             yield from found
         else:
             yield from ((f"rank{rank.rank}.{name}", value) for name, value in found if (name, value) not in recorded[0])
-
-
-def _last_item_properties(rank: RankEvidence) -> Properties:
-    """Return the properties of the last report: each report has all recorded so far."""
-    reports = [entry["report"] for entry in rank.reports]
-    return _pairs(reports[-1].get("user_properties")) if reports else []
-
-
-def _all_suite_properties(rank: RankEvidence) -> Properties:
-    return [pair for entry in rank.reports for pair in _pairs(entry.get("of_the_suite"))]
 
 
 def _pairs(found: Any) -> Properties:

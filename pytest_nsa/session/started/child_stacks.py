@@ -57,7 +57,10 @@ class ChildStacks:
 
 def _shown(thread: ThreadStack) -> Frame | None:
     """Return the innermost frame of the user's code; of a main thread without one, the innermost frame."""
-    own = itertools.takewhile(lambda f: not _begins_a_fork(f), thread.frames)  # below it are the frames of the parent
+    # Below multiprocessing's _bootstrap are the frames of the parent.
+    own = itertools.takewhile(
+        lambda f: not f.file.endswith("/multiprocessing/process.py") or f.function != "_bootstrap", thread.frames
+    )
     user = next((frame for frame in own if frame.is_user), None)
     return user or (thread.frames[0] if thread.is_main else None)
 
@@ -66,10 +69,6 @@ def _place(frame: Frame) -> str:
     if frame.is_user:
         return short_place(frame.describe())
     return f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} in {frame.function}"
-
-
-def _begins_a_fork(frame: Frame) -> bool:
-    return frame.function == "_bootstrap" and frame.file.endswith("/multiprocessing/process.py")
 
 
 def named(process: Process, places: Sequence[str] = ()) -> str:

@@ -224,7 +224,10 @@ class StartedRanks:
         done = yield
         if item is self.item and before_timeout.by_signal(settings):
             before_timeout.call_around_alarm(
-                lambda frame: self._at_limit(item, settings, frame), self._end_soon, self._is_blocked
+                lambda frame: self._at_limit(item, settings, frame),
+                self._end_soon,
+                # Whether the test or its fixture is still in the phase in which it was ended.
+                lambda frame: self._is_in_phase and bool(reports.place(frame, self.config.rootpath)),
             )
         elif item is self.item:
             before_timeout.call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
@@ -263,10 +266,6 @@ class StartedRanks:
         """Return the ranks of the test, and the processes above and below them: a later test may use others (a pool's workers)."""
         ranks = {pid for job in set(list_jobs(self.base)) - self._others for pid in list_pids(job)}
         return [p for p in of_ranks(self._processes(), ranks) if not p.is_helper]
-
-    def _is_blocked(self, frame: FrameType | None) -> bool:
-        """Return whether the test or its fixture is still in the phase in which it was ended."""
-        return self._is_in_phase and bool(reports.place(frame, self.config.rootpath))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
