@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 LAUNCHES = ("auto", "fork", "clean", "cold")
-UNMARKED = ("all", "leader")
 DESCENDANTS = ("off", "report")
 RERUNS = ("auto", "off", "all")
 # What --ranks-bisect-env tries where nothing else is named: variables that a library reads as a group forms or a GPU is first used.
@@ -87,7 +86,6 @@ _INI: dict[tuple[str, str | bool | tuple[str, ...]], str] = {
         "How many finished runs are kept, and with them the 5 newest that failed; others are deleted when a run ends "
         "(0: never)"
     ),
-    ("ranks_artifacts_mode", "0700"): "Permissions of a run's folder, in octal: with 0755 other users can read it",
     ("ranks_mask_output", False): (
         "Mask text that looks like a secret in everything that the plugin writes: output, exceptions, sources, test ids "
         "(env.json and arguments of processes are always masked)"
@@ -110,9 +108,6 @@ _INI: dict[tuple[str, str | bool | tuple[str, ...]], str] = {
         "ranks_left_fails",
         False,
     ): "Exit with code 1 if processes that tests have left would keep the session from ending",
-    ("ranks_unmarked", "all"): (
-        "Under torchrun or SLURM, which processes run the tests without ranks: all, or leader, the one of rank 0"
-    ),
     ("ranks_host_plugins", ()): (
         "Plugins that run on the host only, one name per line; !name for one that ranks need although it implements "
         "report hooks"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.options import DESCENDANTS, RERUNS, UNMARKED
+from pytest_nsa.options import DESCENDANTS, RERUNS
 from pytest_nsa.wire.messages import FIXED_VARIABLES
 
 HAS_PROC = os.path.exists("/proc/self/stat")
@@ -68,7 +68,6 @@ class Settings:
     check_divergence: bool
     keep_passed: bool
     keep_runs: int
-    folder_mode: int
     mask_output: bool
     traces_lightly: bool
     ahead: bool
@@ -80,7 +79,6 @@ class Settings:
     cold_job: Path | None
     gpu_ids: tuple[str, ...]
     fake_gpus: bool
-    unmarked: str = "all"
     descendants: str = "off"
     descendants_fail: bool = False
     left_fails: bool = False
@@ -126,7 +124,6 @@ def resolve(config: pytest.Config) -> Settings:
         bisect_env=_bisect_env(config),
         bisect=_bisect(config),
         keep_runs=_count(config, "ranks_artifacts_keep"),
-        folder_mode=_mode(config, "ranks_artifacts_mode"),
         mask_output=_flag(config, "ranks_mask_output"),
         traces_lightly=level == "light",
         keep_passed=config.getoption("--ranks-keep") == "all",
@@ -137,7 +134,6 @@ def resolve(config: pytest.Config) -> Settings:
         gpu_ids=find_gpus(),
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
         outer=outer,
-        unmarked=_choice(config, "ranks_unmarked", UNMARKED),
         descendants=descendants if HAS_RANKS else "off",
         descendants_fail=_flag(config, "ranks_descendants_fail"),
         left_fails=_flag(config, "ranks_left_fails"),
@@ -288,16 +284,6 @@ def _count(config: pytest.Config, name: str) -> int:
     if not text.isdecimal():
         raise pytest.UsageError(f"ini {name} = {text!r}: must be a number, as in {name} = 20; 0 keeps all")
     return int(text)
-
-
-def _mode(config: pytest.Config, name: str) -> int:
-    text = str(config.getini(name))
-    mode = int(text, 8) if text and set(text) <= set("01234567") else 0
-    if mode & 0o700 != 0o700 or mode > 0o777:
-        raise pytest.UsageError(
-            f"ini {name} = {text!r}: must be permissions in octal that let the owner in, as in 0750"
-        )
-    return mode
 
 
 def _seconds(config: pytest.Config, name: str, at_least: float) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pytest_nsa.cli.compare import compare
 from pytest_nsa.cli.explain import explain
 from pytest_nsa.cli.foreign import diagnose_foreign
-from pytest_nsa.cli.foreign_folders import choose_output_folder, sources_folder
+from pytest_nsa.cli.foreign_folders import resolve_own, sources_folder
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, is_live, read, report
 from pytest_nsa.cli.watch import show_stacks, watch
@@ -27,7 +27,7 @@ from pytest_nsa.observe.finders import find_folder
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
-from pytest_nsa.report.runs import FINISHED, KEPT, KEPT_FAILED, in_short
+from pytest_nsa.report.runs import FINISHED, KEPT, KEPT_FAILED
 from pytest_nsa.report.summary import Entry, read_entries
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import read_object, write_atomically
@@ -157,11 +157,14 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    first = choose_output_folder(first) if arguments.html else first
+    own = resolve_own(first) if arguments.html else first
+    if own is None:
+        return 2
+    first = own
     folders = find_test_folders(first)
     unread = [path.name for path in sorted(first.iterdir()) if path.is_dir() and not os.access(path, os.R_OK | os.X_OK)]
     if unread:
-        print(visible(f"skipped: {in_short([f'{name}: it may not be read' for name in unread])}"), file=sys.stderr)
+        print(visible(f"skipped, as they may not be read: {', '.join(unread)}"), file=sys.stderr)
     failed = are_running = False
     entries = []
     for folder in folders:

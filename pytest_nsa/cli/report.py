@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_nsa.cli.foreign_folders import choose_output_folder, with_allowed_sources
+from pytest_nsa.cli.foreign_folders import resolve_own, with_allowed_sources
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.evidence.load import find_test_folders, load
 from pytest_nsa.evidence.values import Evidence
@@ -25,14 +25,16 @@ def report(folders: Sequence[Path], *, sources: bool) -> int:
     ``sources``: read the sources that evidence names, wherever they are.
     """
     status = 0
-    for run in folders:
-        if not (run / VERDICTS).is_file() and not find_test_folders(run):
-            print(f"error: {str(run)!r}: no run here (no {VERDICTS}, no test's folder)", file=sys.stderr)
+    for given in folders:
+        if not (given / VERDICTS).is_file() and not find_test_folders(given):
+            print(f"error: {str(given)!r}: no run here (no {VERDICTS}, no test's folder)", file=sys.stderr)
             return 2
-        if runs.is_in_use(run):
-            print(f"error: {str(run)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
+        if runs.is_in_use(given):
+            print(f"error: {str(given)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
             return 2
-        run = choose_output_folder(run)
+        run = resolve_own(given)
+        if run is None:
+            return 2
         _conclude(run, sources)
         was_finished = (run / runs.FINISHED).is_file()
         # The decision that the run left is by the repository's own rules, where it has any; else the verdicts decide.
@@ -87,10 +89,7 @@ def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:
     if not root.is_dir():
         print(f"error: {str(root)!r}: no such folder; give the one that has the runs, as in artifacts", file=sys.stderr)
         return 2
-    unread: list[str] = []
-    beyond = runs.surplus(runs.list_runs(root, unread), keep, keep_failed)
+    beyond = runs.surplus(runs.list_runs(root), keep, keep_failed)
     for path in [run.path for run in beyond] if dry_run else runs.delete(beyond):
         print(visible(str(path)))
-    if unread:
-        print(visible(f"left alone: {runs.in_short(unread)}"), file=sys.stderr)
     return 0

@@ -68,10 +68,7 @@ class DebuggerServer:
         """Serve a rank that connects; the others wait for it in their next collective."""
         if not select.select([self._listener.socket], [], [], 0)[0]:
             return 0.0
-        connection = unix_sockets.accept(self._listener.socket)
-        if connection is None:
-            return 0.0
-        with connection:
+        with self._listener.socket.accept()[0] as connection:
             if self.once and self._served:
                 return 0.0
             self._served += 1

@@ -20,7 +20,6 @@ from pytest_nsa.report.runs import ANNOUNCEMENTS, hold
 from pytest_nsa.report.terminal import short_path
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import (
-    check_owner,
     check_room,
     check_space,
     ignore_full_disk,
@@ -53,16 +52,15 @@ SMALL_LIMIT = 1 << 20  # and below this not all
 
 
 class RunFolder:
-    """``ROOT/run_TIME``, made when first needed; ``ROOT/latest`` points to the newest. ``mode``: its permissions.
+    """``ROOT/run_TIME``, made when first needed, for this user alone; ``ROOT/latest`` points to the newest.
 
     ``prefix``: ``test_engineer`` in place of ``run`` where the repository has a diagnostic plan, which has fixed this name.
     """
 
-    def __init__(self, root: Path, name: str | None = None, mode: int = 0o700) -> None:
+    def __init__(self, root: Path, name: str | None = None) -> None:
         self.root = root
         self.name = name
         self.prefix = "run"
-        self.mode = mode
         self._path: Path | None = None
         self._spare: Path | None = None  # for the folders of tests, once the disk is full
         self._reported: list[str] = []
@@ -121,8 +119,7 @@ class RunFolder:
             raise error
         make_folder(root)
         self._spare, self._taken = root / self.path.name, {}
-        self._spare.mkdir(mode=self.mode, exist_ok=True)
-        check_owner(self._spare)
+        self._spare.mkdir(mode=0o700, exist_ok=True)
         self.report(f"{short_path(self.path)}: {error.strerror}: evidence of further tests goes to {self._spare}")
 
     def find(self) -> None:
@@ -150,14 +147,13 @@ class RunFolder:
     def _make_run(self, root: Path) -> Path:
         if self.name:  # xdist workers write into the run that the controller named
             path = root / self.name
-            path.mkdir(mode=self.mode, exist_ok=True)
-            check_owner(path)
+            path.mkdir(mode=0o700, exist_ok=True)
             return path
         stamp = time.strftime(f"{self.prefix}_%Y%m%d_%H%M%S")
         for attempt in range(1000):
             path = root / (stamp if not attempt else f"{stamp}_{attempt}")
             try:
-                path.mkdir(mode=self.mode)
+                path.mkdir(mode=0o700)
                 return path
             except FileExistsError:
                 continue

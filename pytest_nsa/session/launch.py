@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from pytest_nsa.session.folders import safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
 from pytest_nsa.session.outcome import Outcome
 from pytest_nsa.system.clock import wall_clock
-from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire.messages import Job, plain_nodeid
 
 failed_key = pytest.StashKey[bool]()
@@ -85,7 +85,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
             runner.recorder.add(outcome.folder, outcome.verdict)
     elif not runner.settings.keep_passed:
         for outcome in outcomes:
-            remove_tree(outcome.folder)
+            shutil.rmtree(outcome.folder, ignore_errors=True)
     if unread is not None:
         pytest.fail(f"launch: {headline(unread.verdict)}: the test did not read outcome.verdict", pytrace=False)
 

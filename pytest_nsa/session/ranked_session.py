@@ -45,7 +45,6 @@ from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, is_on_github, settings_key
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import plain_nodeid
-from pytest_nsa.wire.protocols import LaunchError
 
 # What the reports were written from, for the closing lines in the terminal.
 entries_key = pytest.StashKey[list[Entry]]()
@@ -69,7 +68,7 @@ class RankedSession:
         config.stash[signals_key] = self.signals
         config.pluginmanager.register(self.signals, "nsa-signals")
         config.pluginmanager.register(self.failures, "nsa-failures")
-        folder = RunFolder(settings.artifacts, getattr(config, "workerinput", {}).get("nsa_run"), settings.folder_mode)
+        folder = RunFolder(settings.artifacts, getattr(config, "workerinput", {}).get("nsa_run"))
         if config.hook.pytest_nsa_scenarios.get_hookimpls() or len(config.hook.pytest_nsa_decide.get_hookimpls()) > 1:
             folder.prefix = "test_engineer"  # a diagnostic plan
         self.runner = RankRunner(config, settings, folder, self.make_group())
@@ -280,10 +279,7 @@ class WorkerSession(RankedSession):
         """Request ranks before this worker reports to the controller that it has collected."""
         super().finish_collection(session)
         if self.wants_ranks(session):
-            try:
-                self.runner.launcher.start(session, between_tests=True)
-            except LaunchError as error:  # an exception would end this worker alone, and the controller replace it
-                session.shouldstop = f"pytest-nsa: {error}"
+            self.runner.launcher.start(session, between_tests=True)
 
     def start_ranks(self, session: pytest.Session) -> None:
         """No-op: they have been requested."""
@@ -377,10 +373,7 @@ def _raised(call: pytest.CallInfo[None]) -> BaseException | None:
 
 def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
     """Name the newest that was cut off; delete those beyond the ``keep`` newest, unless it is 0."""
-    unread: list[str] = []
-    found = runs.list_runs(folder.path.parent, unread)
-    if unread:
-        folder.report(f"{short_path(folder.path.parent)}: left alone: {runs.in_short(unread)}")
+    found = runs.list_runs(folder.path.parent)
     for path in runs.cut_off(found)[:1]:
         folder.report(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
     for path in runs.delete(runs.surplus(found, keep)) if keep else ():

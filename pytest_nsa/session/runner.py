@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,6 @@ from pytest_nsa.session.plugins import lines_by_test
 from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.settings import Mode, Settings
-from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_lines, write_json
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
@@ -170,7 +170,7 @@ class RankRunner:
     def remove_passed(self, item: pytest.Function, verdict: Verdict, folder: Path) -> None:
         """Delete the folder of a test that passed, unless it is to be kept."""
         if verdict.outcome in ("PASS", "SKIP") and not self._keeps(item, get_scenario(item, None)):
-            remove_tree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _keeps(self, item: pytest.Function, scenario: str) -> bool:
         return bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
@@ -228,7 +228,7 @@ class RankRunner:
             self._write_job(session, job)
         except OSError as error:
             self.folder.spare(error)
-            remove_tree(Path(job.folder))
+            shutil.rmtree(job.folder, ignore_errors=True)
             job = replace(job, folder=str(self.folder.test_folder(name, self.group.ranks_here(job.world_size))))
             self._write_job(session, job)
         return job

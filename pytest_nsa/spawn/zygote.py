@@ -27,7 +27,6 @@ import pytest
 from pytest_nsa.rank.context import LATE
 from pytest_nsa.rank.replay import make_ranks_config, prepare
 from pytest_nsa.spawn.worker_group import Member, WorkerGroup
-from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.children import children, end_orphans
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group, set_handler
@@ -157,10 +156,7 @@ class Zygote:
         return ""
 
     def _accept(self, listener: socket.socket) -> None:
-        connection = unix_sockets.accept(listener)
-        if connection is None:
-            return
-        host = Host(Channel(connection))
+        host = Host(Channel(listener.accept()[0]))
         self.hosts.append(host)
         host.channel.send(**self._greeting)
 

@@ -197,23 +197,6 @@ def test_dies():
 
 
 @pytest.mark.slow
-def test_the_leader_alone_runs_unmarked_tests_where_that_is_set(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
-    write(
-        pytester,
-        """
-def test_plain(): open(f"ran_on_{RANK}", "w").close()
-
-@world_size(2)
-def test_marked(group): dist.barrier()
-""",
-    )
-    done = torchrun("-o", "ranks_unmarked=leader")
-    assert done.returncode == 0
-    assert [path.name for path in pytester.path.glob("ran_on_*")] == ["ran_on_0"]
-    assert results(pytester.path) == {"pytest": {"test_plain": "passed", "test_marked": "passed"}, "pytest rank 1": {}}
-
-
-@pytest.mark.slow
 def test_a_group_by_env_shares_the_port_with_ours_where_no_launcher_keeps_a_store(pytester: pytest.Pytester) -> None:
     """SLURM starts no store: rank 0's process serves both on MASTER_PORT."""
     write(pytester, MIXED.replace("RANK < 1", "True"))

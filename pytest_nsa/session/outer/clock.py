@@ -198,7 +198,7 @@ class Clock:
         """Write the verdict, SUMMARY.md and report.html into the run's folder. Return the lines to print."""
         made = next((Path(session.run) for session in self.sessions.values() if session.run), None)
         settings = self.settings
-        run = RunFolder(made.parent if made else settings.artifacts, made.name if made else None, settings.folder_mode)
+        run = RunFolder(made.parent if made else settings.artifacts, made.name if made else None)
         folder = run.test_folder(safe_name(late.nodeid))
         shutil.copytree(self.launch / KEPT, folder, dirs_exist_ok=True)
         if settings.mask_output:

@@ -119,7 +119,7 @@ class OuterHooks:
         """Decide after collection whether this process is a follower. ``has_ranks``: some tests run on ranks."""
         self.follows = has_ranks and self.outer.rank > 0
         if self.follows:
-            mine = (i for i in session.items if isinstance(i, Ranked) or self._runs_in_the_leader(i))
+            mine = (i for i in session.items if isinstance(i, Ranked) or marked.takes(i, "launch"))
             self._reported_by_leader = {item.nodeid for item in mine}  # rank 0's process alone reports them
             self._exclude_from_junit()
             remove_hooks(self.config, reports_only=True)  # other plugins write their reports in the leader
@@ -129,10 +129,6 @@ class OuterHooks:
             self.screen.drop()
         else:  # also where a module cannot be collected here
             self.screen.release()
-
-    def _runs_in_the_leader(self, item: pytest.Item) -> bool:
-        is_plain = not isinstance(item, Ranked)
-        return is_plain and (self.settings.unmarked == "leader" or marked.takes(item, "launch"))
 
     def _exclude_from_junit(self) -> None:
         xml = self.config.stash.get(xml_key, None)
@@ -166,7 +162,7 @@ class OuterHooks:
 
     def leaves_to_leader(self, item: pytest.Item) -> bool:
         """Return whether this process leaves a test to the leader."""
-        return self.follows and self._runs_in_the_leader(item)
+        return self.follows and not isinstance(item, Ranked) and marked.takes(item, "launch")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
