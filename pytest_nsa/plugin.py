@@ -16,7 +16,6 @@ from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, is_active, r
 from pytest_nsa.settings import is_child_process, is_launched
 
 if TYPE_CHECKING:
-    from pytest_nsa.diagnosis.decision import Decision
     from pytest_nsa.session.launch import Launch
 
 # Fixtures are found by name in a plugin's module.
@@ -69,13 +68,6 @@ def _begin_or_refuse(config: pytest.Config, *, is_late: bool = True) -> None:
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_nsa_decide(verdicts: Any) -> Decision:
-    from pytest_nsa.diagnosis.decision import decide
-
-    return decide(verdicts)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

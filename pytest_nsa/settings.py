@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -193,8 +193,6 @@ def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
         )
     if int(values[1] or 1) == 1 and "TORCHELASTIC_RUN_ID" not in env:
         return None  # there are no others: a container or an image has set them
-    import socket  # most sessions do without
-
     try:
         socket.getaddrinfo(env["MASTER_ADDR"], None)
     except OSError as error:
@@ -352,24 +350,3 @@ def step_summary() -> Path | None:
 def coverage_of_child() -> str:
     """Return what a child pytest of ours is to measure, as its parent requested; '' for nothing."""
     return os.environ.get(COVERAGE, "")
-
-
-def outer_environment() -> dict[str, Any]:
-    """Variables that describe how this run was set up, for env.json, without secrets."""
-    from nsa.trace.secrets import masked_variables  # not before a test needs ranks
-
-    prefixes = (
-        "NSA_",
-        "TORCH_",
-        "PYTORCH_",
-        "NCCL_",
-        "GLOO_",
-        "OMP_",
-        "CUDA_",
-        "MASTER_",
-        "WORLD_SIZE",
-        "RANK",
-        "PYTEST_ADDOPTS",
-    )
-    shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes) or k == "CONFIG"}
-    return masked_variables(shown)

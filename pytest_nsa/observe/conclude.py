@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from pytest_nsa.diagnosis.facts import in_backward
 from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.figures import read_figures
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.source import LOCATION, record_sources
 from pytest_nsa.evidence.values import Evidence
@@ -93,8 +94,6 @@ def _note_files_that_appeared(evidence: Evidence) -> bool:
 
 
 def _figures(evidence: Evidence) -> dict[str, float]:
-    from pytest_nsa.evidence.figures import read_figures
-
     try:
         return read_figures(evidence)
     except (ValueError, TypeError, LookupError, ArithmeticError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -44,8 +45,6 @@ class Past:
 
     def limit(self, least: float, line: str) -> float:
         """Return after how long a pause at ``line`` is unusual, ``least`` at least."""
-        import statistics  # not before a stall
-
         step = statistics.median(self._steps) if len(self._steps) >= ENOUGH_STEPS else 0.0
         return max(least, STEPS * step, LONGEST * self._longest.get(_place(line), 0.0))
 

@@ -25,7 +25,6 @@ from pytest_nsa import marks
 from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext, end_if_forked
-from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.plugin_calls import disable_host_calls, unwritten_inline_snapshots
 from pytest_nsa.rank.spare_files import SpareFiles
@@ -81,6 +80,8 @@ def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
 
 
 def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
+    from pytest_nsa.rank.handles import by_name  # it imports torch, which the process that forks ranks has not yet
+
     available = {**by_name(ctx), **ctx.job.arguments}
     wanted = inspect.signature(function).parameters
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.values import Evidence
@@ -166,8 +167,6 @@ def _terms(v: Verdict) -> Markup | None:
 
 def _seen(evidence: Evidence) -> list[Markup]:
     """Return, if there is no stack, the lines on the boards and the exceptions of the ranks, equal ones once."""
-    from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
-
     places: dict[str, list[int]] = {}
     for rank in evidence.ranks:
         for error in rank.exceptions[:1]:

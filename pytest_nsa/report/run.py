@@ -12,11 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nsa.trace.secrets import masked_variables
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import summary
 from pytest_nsa.report.traces import find_missing
-from pytest_nsa.settings import outer_environment, step_summary
+from pytest_nsa.settings import step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
 from pytest_nsa.wire.files import append, read_bytes, read_object, read_text, write_atomically, write_json
 from pytest_nsa.wire.messages import SCHEMA
@@ -45,8 +46,17 @@ def environment(gpus: int) -> dict[str, Any]:
         **({"gpu": ", ".join(names), "driver": driver_version()} if (names := gpu_names()) else {}),
         **({"revision": found} if (found := _revision()) else {}),
         **versions,
-        "variables": outer_environment(),
+        "variables": _variables(),
     }
+
+
+def _variables() -> dict[str, Any]:
+    """Variables that describe how this run was set up, for env.json, without secrets."""
+    prefixes = (
+        "NSA_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "WORLD_SIZE", "RANK", "PYTEST_ADDOPTS",
+    )  # fmt: skip
+    shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes) or k == "CONFIG"}
+    return masked_variables(shown)
 
 
 def _revision() -> str:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import pytest_timeout  # type: ignore[import-untyped]
 
 AGAIN_S = 6.0  # after which a test that is blocked in its cleanup since its limit is ended once more
 
@@ -54,7 +55,6 @@ def call_around_alarm(
 
 def call_before_timer(item: pytest.Item, settings: Any, first: Callable[[FrameType | None], object]) -> None:
     """Replace pytest-timeout's timer by one that calls ``first`` with the main thread's frame, then what pytest-timeout does."""
-    import pytest_timeout  # type: ignore[import-untyped]
 
     def fire() -> None:
         first(sys._current_frames().get(threading.main_thread().ident or 0))

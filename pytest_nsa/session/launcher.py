@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -95,8 +96,6 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
             os.dup2(fd, 2)
             Zygote(by_nodeid(session.items), theirs).serve()
         except BaseException:
-            import traceback
-
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(0)

@@ -38,6 +38,7 @@ from pytest_nsa.session.launch import failed_key, launched_key
 from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.plugins.forked import keep_from_forking
+from pytest_nsa.session.plugins.xdist import XdistHooks
 from pytest_nsa.session.reports.failure_text import HangLines, hang_line
 from pytest_nsa.session.reports.failures import Failures
 from pytest_nsa.session.resources import lacks_gpu
@@ -69,7 +70,7 @@ class RankedSession:
         config.pluginmanager.register(self.signals, "nsa-signals")
         config.pluginmanager.register(self.failures, "nsa-failures")
         folder = RunFolder(settings.artifacts, getattr(config, "workerinput", {}).get("nsa_run"))
-        if config.hook.pytest_nsa_scenarios.get_hookimpls() or len(config.hook.pytest_nsa_decide.get_hookimpls()) > 1:
+        if config.hook.pytest_nsa_scenarios.get_hookimpls() or config.hook.pytest_nsa_decide.get_hookimpls():
             folder.prefix = "test_engineer"  # a diagnostic plan
         self.runner = RankRunner(config, settings, folder, self.make_group())
         config.stash[runner_key] = self.runner
@@ -84,8 +85,6 @@ class RankedSession:
         """Register the plugins of this mode."""
         self.register_hang_lines()
         if self.config.pluginmanager.hasplugin("xdist") and HAS_RANKS and HAS_PROC:
-            from pytest_nsa.session.plugins.xdist import XdistHooks
-
             self.config.pluginmanager.register(XdistHooks(), "nsa-xdist")
         self.follow_started()
 
@@ -384,6 +383,8 @@ def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
     """Decide by the hook; where it raises, fall back to the verdicts, and report the error."""
     try:
         found = config.hook.pytest_nsa_decide(verdicts=verdicts)
+        if found is None:
+            return decide(verdicts)
         if not isinstance(found, Decision):
             raise TypeError(f"returned {found!r}: must be a Decision of pytest_nsa, or None")
     except Exception as error:  # a conftest's error: the reports must be written all the same

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nsa.trace.secrets import masked_arguments
+
 MOST = 200  # characters
 
 
@@ -13,6 +15,4 @@ def command_line(pid: int, most: int = MOST) -> str:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return ""
-    from nsa.trace.secrets import masked_arguments  # not before a process is looked at
-
     return " ".join(masked_arguments(arguments)).strip()[:most]

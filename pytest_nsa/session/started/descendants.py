@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
+import pytest_timeout  # type: ignore[import-untyped]
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
@@ -244,8 +245,6 @@ class StartedRanks:
 
     @_harmless
     def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
-        import pytest_timeout  # type: ignore[import-untyped]
-
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
         if is_watched or self._is_concluding or not (self._processes() or self._others):
             return []

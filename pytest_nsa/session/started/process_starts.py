@@ -11,6 +11,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # any of them in env=: the environment is a rank's
@@ -25,8 +26,6 @@ def on_start(before: Callable[[], bool], variables: Mapping[str, str]) -> Callab
 
     Return a function that undoes this.
     """
-    from multiprocessing.process import BaseProcess
-
     popen: Any = subprocess.Popen
     process: Any = BaseProcess
     execute, start = popen._execute_child, process.start
