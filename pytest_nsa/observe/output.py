@@ -10,14 +10,13 @@ from pathlib import Path
 from pytest_nsa.system.prctl import punch_hole
 from pytest_nsa.wire.files import replacing
 from pytest_nsa.wire.messages import Job
+from pytest_nsa.wire.protocols import Monitor
 
 BLOCK = 4096
 
 
-class LiveOutput:
+class LiveOutput(Monitor):
     """With -s: shows each line of a rank as it is written, with ``[rank 1]`` in front."""
-
-    stop_reason = ""
 
     def __init__(self, job: Job, write: Callable[[str], None]) -> None:
         self._write = write
@@ -55,14 +54,12 @@ class LiveOutput:
             self._write(begin + "".join(f"[rank {rank}] {line.decode(errors='replace')}\n" for line in lines))
 
 
-class OutputLimit:
+class OutputLimit(Monitor):
     """Limits each rank's output.log to its head and its tail; a line in between reports what was cut.
 
     While the rank writes, the middle of its file is given back to the file system as a hole, which disturbs no writer;
     once it has ended, the file is rewritten without the hole.
     """
-
-    stop_reason = ""
 
     def __init__(self, job: Job, limit: int) -> None:
         self._limit = limit

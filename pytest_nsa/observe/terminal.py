@@ -13,6 +13,7 @@ import pytest
 
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.clock import monotonic
+from pytest_nsa.wire.protocols import Monitor
 
 
 def without_capture(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
@@ -48,10 +49,8 @@ class Terminal:
                 self._capture.resume()
 
 
-class DebuggerServer:
+class DebuggerServer(Monitor):
     """Lends the terminal to the first rank of a job that connects to its Unix socket, which only this user can reach."""
-
-    stop_reason = ""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -77,9 +76,6 @@ class DebuggerServer:
                 print("\n>>> a rank is in the debugger; the others wait, and no time limit runs", flush=True)
                 self._relay(connection)
             return monotonic() - began
-
-    def finish(self) -> None:
-        """No-op."""
 
     def close(self) -> None:
         """Accept no more ranks; called at the session's end."""

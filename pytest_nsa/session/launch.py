@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.marks import BACKENDS, MAX_WORLD_SIZE
+from pytest_nsa.marks import MAX_WORLD_SIZE
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report.terminal import headline
 from pytest_nsa.session.folders import safe_name
@@ -25,7 +25,7 @@ failed_key = pytest.StashKey[bool]()
 launched_key = pytest.StashKey[list[Verdict]]()
 
 DEFAULT_TIMEOUT_S = 60.0
-PARALLELS = ("none", "ddp", "fsdp")
+
 
 Launch = Callable[..., Outcome]
 
@@ -41,9 +41,6 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         *,
         world_size: int = 2,
         timeout: float | None = None,
-        backend: str = "gloo",
-        parallel: str = "none",
-        static_graph: bool = False,
         arguments: dict[str, Any] | None = None,
     ) -> Outcome:
         __tracebackhide__ = True
@@ -51,8 +48,6 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         if timeout is None:
             timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
         _check(function, world_size, timeout, outer, arguments or {})
-        _check_choice(function, "backend", backend, BACKENDS)
-        _check_choice(function, "parallel", parallel, PARALLELS)
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
@@ -61,10 +56,8 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
             folder=str(folder),
             root=str(request.config.rootpath),
             world_size=world_size,
-            backend=backend,
+            backend="gloo",
             timeout=timeout,
-            parallel=parallel,
-            static_graph=bool(static_graph),
             function=f"{function.__module__}:{function.__qualname__}",
             arguments=arguments or {},
             fsdp_version=runner.settings.fsdp_version,
@@ -123,11 +116,6 @@ def _check(function: Any, world_size: int, timeout: float, outer: float | None, 
     unknown = ", ".join(sorted(arguments.keys() - inspect.signature(function).parameters.keys()))
     if unknown:
         raise ValueError(f"launch({name}, arguments=...): the function has no parameter {unknown}")
-
-
-def _check_choice(function: Any, name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"launch({function.__qualname__}, {name}={value!r}): must be one of {', '.join(known)}")
 
 
 def find_artifacts(request: pytest.FixtureRequest) -> Path:

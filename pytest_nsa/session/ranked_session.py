@@ -21,7 +21,7 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.session.group import Alone, Group
+from pytest_nsa.session.group import Group
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
     Ranked,
@@ -79,7 +79,7 @@ class RankedSession:
 
     def make_group(self) -> Group:
         """Return with which processes this one runs the ranks of a test."""
-        return Alone()
+        return Group()
 
     def register(self) -> None:
         """Register the plugins of this mode."""

@@ -17,13 +17,14 @@ class UnfitError(LaunchError):
     """Ranks must not be forked from the process that collected the tests; the message has the reason."""
 
 
-class Monitor(Protocol):
+class Monitor:
     """Something that is polled while the ranks run (`pytest_nsa.observe`). ``stop_reason`` ends the run."""
 
-    stop_reason: str
+    stop_reason = ""
 
     def poll(self) -> float:
         """Called at each look at the ranks; return the seconds that do not count as the ranks' time."""
+        return 0.0
 
     def finish(self) -> None:
         """Called when the ranks have ended."""

@@ -21,13 +21,14 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.supervise import RanksRun
+from pytest_nsa.session.group import Group
 from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.session.phases import Phases
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import Job
-from pytest_nsa.wire.protocols import LaunchError, Limits, Starter
+from pytest_nsa.wire.protocols import LaunchError, Limits, Monitor, Starter
 
 PUSH_S = 0.25  # between two boards that a follower sends
 START_S = 120.0
@@ -48,16 +49,16 @@ _FILES = (
 )
 
 
-class Attachment:
+class Attachment(Group):
     """This process's part in a run under an outer launcher. It is alone until it meets the others."""
 
     is_alone = False
 
     def __init__(self, outer: OuterLauncher) -> None:
+        super().__init__()
         self.outer = outer
         self._store: OuterStore | None = None
         self._count = 0
-        self.exit_status = 0
         self.lost: dict[int, str] = {}  # the other processes that host no rank any more, and why
 
     @property
@@ -273,7 +274,7 @@ class LeaderLauncher:
 
 
 @dataclass
-class Follower:
+class Follower(Monitor):
     """Sends the board of this process's rank to the leader, and receives its request to stop."""
 
     wire: OuterStore
@@ -295,9 +296,6 @@ class Follower:
             if self.wire.look(f"{self.key}/stop"):
                 self.stop_reason = "leader"
         return 0.0
-
-    def finish(self) -> None:
-        """No-op: `send_everything` reports the exit of the rank."""
 
     def send_everything(self) -> None:
         """Send the exit status, then every file of evidence."""
