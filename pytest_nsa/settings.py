@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,16 +116,16 @@ def resolve(config: pytest.Config) -> Settings:
         artifacts=(config.rootpath / directory).resolve(),  # pytest refuses '..' in the path of a child's cache
         launch=config.getoption("--ranks-launch"),
         fsdp_version=int(config.getoption("--ranks-fsdp-version")),
-        timeout=_seconds(config, "ranks_timeout", at_least=1),
-        start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
-        hang_after=_seconds(config, "ranks_hang_after", at_least=0),
+        timeout=_number(config, "ranks_timeout", 1, "seconds"),
+        start_timeout=_number(config, "ranks_start_timeout", 1, "seconds"),
+        hang_after=_number(config, "ranks_hang_after", 0, "seconds"),
         check_divergence=_flag(config, "ranks_check_divergence"),
         ahead=_flag(config, "ranks_ahead"),
-        output_limit=_bytes(config, "ranks_output_limit"),
+        output_limit=_number(config, "ranks_output_limit", 1, "MB", int) << 20,
         debug_rank=config.getoption("--ranks-pdb-rank"),
         bisect_env=_bisect_env(config),
         bisect=_bisect(config),
-        keep_runs=_count(config, "ranks_artifacts_keep"),
+        keep_runs=_number(config, "ranks_artifacts_keep", 0, "runs (0 keeps all)", int),
         mask_output=_flag(config, "ranks_mask_output"),
         traces_lightly=level == "light",
         keep_passed=config.getoption("--ranks-keep") == "all",
@@ -277,29 +279,14 @@ def _flag(config: pytest.Config, name: str) -> bool:
         raise pytest.UsageError(f"ini {name}: {error}: must be true or false") from None
 
 
-def _count(config: pytest.Config, name: str) -> int:
+def _number(config: pytest.Config, name: str, lowest: int, of: str, kind: type[float] = float) -> Any:
+    """Return an ini value as a number of ``kind``; ``of``: what it counts. Raises UsageError where it is below ``lowest``."""
     text = str(config.getini(name))
-    if not text.isdecimal():
-        raise pytest.UsageError(f"ini {name} = {text!r}: must be a number, as in {name} = 20; 0 keeps all")
-    return int(text)
-
-
-def _seconds(config: pytest.Config, name: str, at_least: float) -> float:
-    text = str(config.getini(name))
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value >= at_least:
-        raise pytest.UsageError(f"ini {name} = {text!r}: must be a number of seconds, at least {at_least:g}")
-    return value
-
-
-def _bytes(config: pytest.Config, name: str) -> int:
-    text = str(config.getini(name))
-    if not text.isdecimal() or int(text) < 1:
-        raise pytest.UsageError(f"ini {name} = {text!r}: must be a whole number of MB, at least 1")
-    return int(text) << 20
+    with contextlib.suppress(ValueError):
+        if (value := kind(text)) >= lowest:
+            return value
+    whole = "whole " if kind is int else ""
+    raise pytest.UsageError(f"ini {name} = {text!r}: must be a {whole}number of {of}, at least {lowest}")
 
 
 def find_gpus() -> tuple[str, ...]:

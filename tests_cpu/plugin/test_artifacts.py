@@ -175,7 +175,7 @@ def test_what_only_lists_writes_nothing(pytester: pytest.Pytester, lists: str) -
     ("ini", "message"),
     [
         ("artifacts_dir=", " '': is the tests' root folder; give a folder for evidence alone"),
-        ("ranks_artifacts_keep=few", "= 'few': must be a number, as in ranks_artifacts_keep = 20"),
+        ("ranks_artifacts_keep=few", "= 'few': must be a whole number of runs (0 keeps all)"),
         ("ranks_ahead=maybe", ": invalid truth value 'maybe': must be true or false"),
         ("ranks_bisect_env=FOO", ": 'FOO': must be NAME=VALUE"),
         ("ranks_bisect_env=RANK=3", ": RANK: the plugin sets it; remove it"),
