@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.testing import HEADER, read_result, run_example
+from tests_cpu.plugin.sessions import run_under_slurm, run_under_torchrun, start_slurm_task
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -66,19 +65,6 @@ def read_verdicts(folder: Path) -> dict[str, Verdict]:
     return read_result(folder, pytest.RunResult(1, [], [], 0)).verdicts
 
 
-def slurm(warm: WarmPython, pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start one task of a SLURM job that exports MASTER_ADDR and MASTER_PORT."""
-    env = {
-        **os.environ,
-        "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return warm.popen("-m", "pytest", "-p", "no:cacheprovider", *arguments, cwd=pytester.path, env=env, **pipes)
-
-
 def check_report(text: str, run: Path) -> None:
     assert text.count("test session starts") == 1  # one process reports
     assert COUNTS in text
@@ -93,9 +79,7 @@ def check_report(text: str, run: Path) -> None:
 
 def test_torchrun(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
-    session = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
-    done = warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
+    done = run_under_torchrun(warm, pytester.path, "-rs")
     assert done.returncode == 1
     check_report(done.stdout, pytester.path / "artifacts" / "latest")
 
@@ -103,34 +87,26 @@ def test_torchrun(warm: WarmPython, pytester: pytest.Pytester) -> None:
 @pytest.mark.slow
 def test_slurm_s_variables(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    port = free_port()
-    follower, leader = slurm(warm, pytester, 1, port, "-rs"), slurm(warm, pytester, 0, port, "-rs")
-    text = leader.communicate(timeout=150)[0]
-    assert leader.returncode == 1
+    (code, text), follower = run_under_slurm(warm, pytester.path, "-rs")
+    assert code == 1
     check_report(text, pytester.path / "artifacts" / "latest")
-    assert follower.communicate(timeout=30)[0] == ""
-    assert follower.returncode == 1
+    assert follower == (1, "")
 
 
 @pytest.mark.slow
 def test_exit_first_ends_all(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    port = free_port()
-    follower, leader = slurm(warm, pytester, 1, port, "-x"), slurm(warm, pytester, 0, port, "-x")
-    assert "1 failed, 3 passed" in leader.communicate(timeout=150)[0]
-    follower.communicate(timeout=30)
-    assert (leader.returncode, follower.returncode) == (1, 1)
+    (code, text), (of_follower, _) = run_under_slurm(warm, pytester.path, "-x")
+    assert "1 failed, 3 passed" in text
+    assert (code, of_follower) == (1, 1)
 
 
 @pytest.mark.slow
 def test_a_process_with_other_tests_is_refused_with_the_difference(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    port = free_port()
-    follower = slurm(warm, pytester, 1, port, "--deselect=test_example.py::test_after")
-    leader = slurm(warm, pytester, 0, port)
-    text = leader.communicate(timeout=100)[0]
-    follower.communicate(timeout=30)
-    assert (leader.returncode, follower.returncode) == (pytest.ExitCode.USAGE_ERROR,) * 2
+    lacks = ("--deselect=test_example.py::test_after",)
+    (code, text), (of_follower, _) = run_under_slurm(warm, pytester.path, rank_1=lacks)
+    assert (code, of_follower) == (pytest.ExitCode.USAGE_ERROR,) * 2
     assert (
         "rank 1's process collected other tests on ranks than rank 0's: it lacks test_example.py::test_after; "
         "give all the same checkout and arguments" in text
@@ -152,12 +128,8 @@ def test_later(group, n): dist.barrier()
 """
     (pytester.path / "test_example.py").write_text(HEADER + source)
     (pytester.path / "conftest.py").write_text("import os\nos.environ['FOLLOWER'] = str(os.getpid())\n")
-    port = free_port()
-    follower, leader = slurm(warm, pytester, 1, port), slurm(warm, pytester, 0, port)
-    text = leader.communicate(timeout=100)[0]
-    follower.communicate(timeout=30)
-    assert follower.returncode == -signal.SIGKILL
-    assert leader.returncode == 1
+    (code, text), (of_follower, _) = run_under_slurm(warm, pytester.path)
+    assert (code, of_follower) == (1, -signal.SIGKILL)
     assert "CRASH: rank 1 of 2, rank_died" in text
     later = [v for name, v in read_verdicts(pytester.path).items() if name.startswith("test_later")]
     assert [v.cause for v in later] == ["unknown"] * 2  # not waited for again
@@ -166,7 +138,7 @@ def test_later(group, n): dist.barrier()
 
 def test_what_a_process_waits_for_is_printed(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + "@world_size(2)\ndef test_it(group): pass\n")
-    leader = slurm(warm, pytester, 0, free_port())
+    leader = start_slurm_task(warm, pytester.path, 0, free_port())
     assert leader.stdout is not None
     found = next((line for line in leader.stdout if "waits for rank 1's process to collect its tests" in line), "")
     leader.kill()
@@ -176,7 +148,7 @@ def test_what_a_process_waits_for_is_printed(warm: WarmPython, pytester: pytest.
 
 def test_xdist_under_a_launcher_is_refused(warm: WarmPython, pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(): pass")
-    process = slurm(warm, pytester, 0, free_port(), "-n2")
+    process = start_slurm_task(warm, pytester.path, 0, free_port(), "-n2")
     assert "-n under torchrun or SLURM: each of its processes is a rank already" in process.communicate(timeout=60)[0]
     assert process.returncode == pytest.ExitCode.USAGE_ERROR
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.testing import HEADER
+from tests_cpu.plugin.sessions import run_under_torchrun
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -44,13 +45,7 @@ Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def torchrun(warm: WarmPython, pytester: pytest.Pytester) -> Torchrun:
     """Return a function that runs pytest on two ranks of torchrun's."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
-        session = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--junitxml=junit.xml", *arguments)
-        return warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
-
-    return run
+    return lambda *options: run_under_torchrun(warm, pytester.path, "--junitxml=junit.xml", *options)
 
 
 def results(folder: Path) -> dict[str, dict[str, str]]:
