@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,23 +17,21 @@ import pytest
 
 from pytest_nsa.rank import coverage
 from pytest_nsa.settings import COLD_JOB, child_environment
-from pytest_nsa.system.children import kill_dead_ranks_groups
+from pytest_nsa.system.children import kill_dead_ranks_groups, reap
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.prctl import die_with, kill_group
 from pytest_nsa.system.tcp import hold_ports, list_numbers
 from pytest_nsa.wire.files import open_to_append, write_atomically
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
-from pytest_nsa.wire.protocols import LaunchError, UnfitError
+from pytest_nsa.wire.protocols import Launcher, LaunchError, UnfitError
 
 READY_S = 300.0  # for the imports of torch on a busy machine
 START_S = 60.0
 CLOSE_S = 3.0
 
 
-class ZygoteLauncher:
+class ZygoteLauncher(Launcher):
     """Requests ranks from a zygote. ``pid``: the zygote's if it is a child of this process; 0 if it serves other hosts too."""
-
-    lost: Collection[int] = ()
 
     def __init__(self, channel: Channel, pid: int, log: Path, process: subprocess.Popen[bytes] | None = None) -> None:
         self.channel, self.pid, self.log = channel, pid, log
@@ -84,14 +80,7 @@ class ZygoteLauncher:
             return
         if self._process is not None:
             self._process.returncode = 0  # reaped below: no warning that it still runs
-        deadline = monotonic() + CLOSE_S
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
-                if monotonic() >= deadline:
-                    os.kill(self.pid, signal.SIGKILL)  # its ranks die with it
-                    os.waitpid(self.pid, 0)
-                    return
-                time.sleep(0.002)
+        reap(self.pid, CLOSE_S)  # its ranks die with it
 
     def wait_until_ready(self) -> None:
         deadline = monotonic() + READY_S
@@ -150,11 +139,8 @@ def start_pytest(
         )  # fmt: skip
 
 
-class ColdLauncher:
+class ColdLauncher(Launcher):
     """A new interpreter per rank, which collects the tests again: slow, and free of whatever this process has done."""
-
-    lost: Collection[int] = ()
-    has_ended = False
 
     def __init__(self, config: pytest.Config, arguments: list[str], variables: Mapping[str, str]) -> None:
         self.cwd = config.invocation_params.dir
@@ -162,12 +148,6 @@ class ColdLauncher:
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._held: list[socket.socket] = []
         self._reported: set[int] = set()
-
-    def expect(self, spec: GroupSpec | None) -> None:
-        pass  # nothing is started ahead: it would take the cores that the test needs
-
-    def wait_until_ready(self) -> None:
-        pass
 
     def start(self, job: Job) -> list[int]:
         self._ranks, self._reported = {}, set()

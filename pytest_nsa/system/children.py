@@ -23,6 +23,17 @@ def children() -> list[int]:
     return list_children(os.getpid())
 
 
+def reap(pid: int, seconds: float) -> None:
+    """Wait until a child has ended, and reap it; SIGKILL it after ``seconds``."""
+    deadline = monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if monotonic() >= deadline:
+                _end(pid)
+                return
+            time.sleep(0.002)
+
+
 def end_orphans(known: Collection[int]) -> None:
     """SIGKILL and reap every child that is not in ``known``: this process adopted it when the rank that started it died."""
     for _ in range(_MAX_ROUNDS):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.evidence.board import BoardReader
+from pytest_nsa.system.procfs import list_children
 from pytest_nsa.testing import HEADER, read_result
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.plugin.sessions import wait_for
@@ -26,8 +27,6 @@ def test_waits(group):
         time.sleep(1000)
     dist.barrier()
 """
-
-
 MOVES = """
 @world_size(2)
 def test_waits(group):
@@ -38,8 +37,14 @@ def test_waits(group):
 
 def tree(pid: int) -> list[int]:
     """Return the ids of a process and all below it: host, zygote, ranks."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(below for child in children for below in tree(int(child)))]
+    return [pid, *(below for child in list_children(pid) for below in tree(child))]
+
+
+def kill(session: subprocess.Popen[str], which: slice = slice(None)) -> None:
+    """SIGKILL host, zygote and ranks, or some of them, and wait for the host's end."""
+    for pid in tree(session.pid)[which]:
+        os.kill(pid, signal.SIGKILL)
+    session.wait(60)
 
 
 @pytest.fixture
@@ -68,12 +73,11 @@ SLOW = [pytest.param(killed, marks=pytest.mark.slow) for killed in ("all", "zygo
 def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[str], killed: str) -> None:
     run = tmp_path / "artifacts" / "latest"
     wait_for(lambda: list(run.glob("*test_waits*/suspicions.jsonl")), session)
-    pids = tree(session.pid)
-    assert len(pids) == 4
-    which = {"all": slice(None), "host": slice(1), "zygote": slice(1, 2), "zygote and ranks": slice(1, None)}[killed]
-    for pid in pids[which]:
-        os.kill(pid, signal.SIGKILL)
-    session.wait(60)
+    assert len(tree(session.pid)) == 4
+    kill(
+        session,
+        {"all": slice(None), "host": slice(1), "zygote": slice(1, 2), "zygote and ranks": slice(1, None)}[killed],
+    )
     verdict = diagnosed(run)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
     assert str(verdict["where"]).startswith("test_example.py:")
@@ -96,9 +100,7 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[str], momen
         return (folder / moment).exists()
 
     wait_for(seen, session)
-    for pid in tree(session.pid):
-        os.kill(pid, signal.SIGKILL)
-    session.wait(60)
+    kill(session)
     verdict = diagnosed(run)
     assert verdict["cause"] in {"sleeping"} | ({"unknown"} if moment != "stall" else set()), verdict
     assert verdict["outcome"] != "PASS"
@@ -114,9 +116,7 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
         return len(boards) == 2 and all(b is not None and b.numbers["collectives_entered"] > 100 for b in boards)
 
     wait_for(both_have_reduced, session)
-    for pid in tree(session.pid):
-        os.kill(pid, signal.SIGKILL)
-    session.wait(60)
+    kill(session)
     verdict = diagnosed(run)
     assert (verdict["outcome"], verdict["cause"]) == ("FAIL", "unknown")
     assert "was killed while they made progress; rank 0 at test_example.py:" in "; ".join(

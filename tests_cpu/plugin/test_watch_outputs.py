@@ -1,4 +1,4 @@
-"""What `pytest-nsa watch` shows of many ranks, and its output for programs: a command per verdict."""
+"""What `pytest-nsa watch` shows of many ranks and of ranks without evidence, and its output for programs: a command per verdict."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from nsa.trace.board import Board
+from pytest_nsa.cli.main import main
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.watch import Watcher
 from pytest_nsa.observe import observer
+from pytest_nsa.system import py_spy
+from tests_cpu.sockets import free_port
 
 SLEEPS = """
 import sys, time
@@ -108,3 +111,48 @@ def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_died(
     watcher.look()
     assert watcher.to_json()["ranks"][0]["gone"] is False
     assert watcher.finding is None
+
+
+WAITS = """
+import os, subprocess, sys, time
+
+def save():
+    print(flush=True)
+    time.sleep(1000)
+
+save()
+"""
+
+
+@pytest.fixture
+def unaided(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start two ranks of a program with a launcher's variables, which leave no evidence, and wait until both wait."""
+    (tmp_path / "job.py").write_text(WAITS)
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    found = [
+        subprocess.Popen(
+            [sys.executable, "job.py"], env={**os.environ, **variables, "RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for rank in found:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+    yield found
+    for rank in found:
+        rank.kill()
+        rank.communicate()
+
+
+def test_ranks_are_found_by_their_variables(
+    unaided: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", str(unaided[1].pid), "--once"]) == 0
+    out = capsys.readouterr().out
+    for number, rank in enumerate(unaided):
+        assert f"rank {number}  pid {rank.pid}\n" in out
+    assert "NSA_TRACE_DIR" in out
+    if py_spy.dump(unaided[0].pid, limit_s=60)[0]:
+        assert out.count("save (") == 2
+    else:
+        assert "py-spy" in out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,14 +199,13 @@ def why_left(wire: OuterStore, rank: int) -> str:
     return "" if status is None else f"has ended its session with {status}"
 
 
-class LeaderLauncher:
+class LeaderLauncher(Starter):
     """The launcher of the leader: starts its own rank, and learns of the others through the store."""
 
     def __init__(self, inner: Starter, wire: OuterStore, key: str, job: Job, lost: dict[int, str]) -> None:
         self.inner, self.wire, self.key, self.job, self.lost_processes = inner, wire, key, job, lost
         self.others = [rank for rank in range(job.world_size) if rank != job.only]
-        self._lost: set[int] = set()
-        self.lost: Collection[int] = self._lost
+        self.lost: set[int] = set()
         self._gone: set[int] = set()
         self._beats: dict[int, tuple[Any, float]] = {}
 
@@ -225,7 +224,7 @@ class LeaderLauncher:
             status = self.wire.look(f"{self.key}/exit/{rank}")
             if status is None and self._is_silent(rank):
                 note(Path(self.job.folder) / "host.jsonl", "silent", rank=rank, seconds=SILENT_S)
-                self._lost.add(rank)
+                self.lost.add(rank)
                 self.lost_processes[rank] = why_left(self.wire, rank) or f"was lost in {self.job.nodeid}"
                 status = 9
             if status is not None:

@@ -35,6 +35,7 @@ from pytest_nsa.session.masking import mask_files
 from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, sweep
 from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.system.children import reap
 from pytest_nsa.system.clock import monotonic, wall_clock
 from pytest_nsa.system.prctl import fork
 from pytest_nsa.wire.files import read_lines, touch, write_atomically, write_json
@@ -85,16 +86,8 @@ class Clock:
 
         On a full disk its log does not show that.
         """
-        if not self._pid:
-            return
-        deadline = monotonic() + CLOSE_S
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
-                if monotonic() >= deadline:
-                    os.kill(self._pid, signal.SIGKILL)
-                    os.waitpid(self._pid, 0)
-                    return
-                time.sleep(0.01)
+        if self._pid:
+            reap(self._pid, CLOSE_S)
 
     def _wait_for_turn(self) -> None:
         """Act for all sessions of the launch once no other clock does, until this session is over."""
