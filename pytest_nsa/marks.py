@@ -154,7 +154,7 @@ hash_seeds: pytest.MarkDecorator = _made("hash_seeds")
 
 
 def _must(is_right: Callable[[pytest.Mark], bool], form: str) -> Callable[[pytest.Mark], str | None]:
-    """Return the check of a mark whose arguments are right, or else must have a form."""
+    """Return the check of a mark that has to have a form where its arguments are not right."""
     return lambda mark: None if is_right(mark) else form
 
 

@@ -104,7 +104,7 @@ def test_variables_files_and_settings_of_the_same_names(
     (tmp_path / "pytest.ini").write_text("[pytest]\nartifacts_dir = .\n")
     (tmp_path / "other.py").write_text(
         "def pytest_addoption(parser):\n"
-        "    parser.addoption('--artifacts', default='mine')\n"
+        "    for name in ('artifacts', 'bisect-env', 'pdb-rank', 'ranks'): parser.addoption(f'--{name}', default='mine')\n"
         "    try: parser.addini('artifacts_dir', 'of another tool')\n"
         "    except ValueError: pass\n"
     )

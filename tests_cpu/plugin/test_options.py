@@ -17,11 +17,3 @@ def test_options_and_their_values_have_our_prefix(pytester: pytest.Pytester) -> 
     added = vars(with_plugin.option).keys() - vars(without.option).keys()
     assert len(added) == len(shown)
     assert all(name.startswith("nsa_") for name in added), added
-
-
-def test_another_repository_may_have_options_like_ours(pytester: pytest.Pytester) -> None:
-    names = ("--artifacts", "--bisect-gc", "--bisect-env", "--pdb-rank", "--ranks")
-    lines = "".join(f"    parser.addoption('{name}', default='mine')\n" for name in names)
-    pytester.makeconftest(f"def pytest_addoption(parser):\n{lines}")
-    config = pytester.parseconfigure()
-    assert {config.getoption(name) for name in names} == {"mine"}

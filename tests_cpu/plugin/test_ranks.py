@@ -221,15 +221,6 @@ def test_b():
     os.kill(left, signal.SIGKILL)  # still there: the session has not waited for it
 
 
-@pytest.mark.own_python
-def test_a_session_without_ranks_starts_nothing(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("import sys\ndef test_a(): assert 'torch' not in sys.modules and 'nsa' not in sys.modules")
-    result = pytester.runpytest_subprocess()
-    result.assert_outcomes(passed=1)
-    assert not (pytester.path / "artifacts").exists()
-    result.stdout.no_fnmatch_line("*nsa*diagnosis*")
-
-
 def test_importing_the_plugin_and_the_command_imports_no_rules_and_no_torch_before_they_are_needed() -> None:
     """The rules come with the first verdict, the page with the report; the command does without torch."""
     late = "('torch', 'nsa', 'pytest_nsa.diagnosis.engine', 'pytest_nsa.report.html', 'pytest_nsa.cli')"

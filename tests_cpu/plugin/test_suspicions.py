@@ -1,13 +1,16 @@
-"""What is announced while a test still runs, and what a run leaves beside the verdict."""
+"""What is announced while a test still runs, and when, and what a run leaves beside the verdict."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pytest_nsa.observe import progress
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire.files import read_lines
 
@@ -106,3 +109,25 @@ def test_the_flight_recorder_is_dumped_where_it_records(
         pytest.skip("the recorder of this torch is NCCL's alone")
     recorded = json.loads((result.folder("test_stands") / "rank0" / "flight_recorder.json").read_text())
     assert recorded["entries"][-1]["profiling_name"] == "gloo:barrier"
+
+
+def board(step: int, line: str) -> Any:
+    """Return as much of a board as `progress.Past` needs."""
+    return SimpleNamespace(numbers={"step": step}, line=line, blocked=None)
+
+
+def test_a_pause_may_last_twice_as_long_as_the_longest_at_its_place() -> None:
+    past = progress.Past()
+    past.moved(0, board(0, "train.py:8 in save"), board(0, "train.py:9 in save"), 18.0)
+    assert past.limit(3.0, "train.py:12 in save") == 36.0
+    assert past.limit(3.0, "train.py:12 in load") == 3.0
+
+
+def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress, "monotonic", lambda: now)
+    past = progress.Past()
+    for step in range(6):
+        past.moved(0, board(step, ""), board(step + 1, ""), 0.0)
+        now += 2.0
+    assert past.limit(3.0, "train.py:1 in step") == 10.0
