@@ -19,18 +19,17 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.announcements import AnnounceDelay, may_act, measure_stall
 from pytest_nsa.observe.finders import living_ranks
 from pytest_nsa.observe.host_log import note
-from pytest_nsa.observe.native import dump_where_useful
-from pytest_nsa.observe.progress import GRACE_S, ProgressWatch
+from pytest_nsa.observe.progress import GRACE_S, ProgressWatch, StallClock
 from pytest_nsa.observe.second_look import (
     await_counters,
     dump_children,
     dump_stacks,
+    dump_where_useful,
     pause_heartbeats,
     request_counters,
     sample_processes,
     wants_to_dump,
 )
-from pytest_nsa.observe.stall import StallClock
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.gpu import look_at_gpus
 from pytest_nsa.system.locks import file_locks

@@ -32,9 +32,15 @@ from nsa.trace.stall.threads import lasting_threads
 from nsa.trace.training import record_models
 from pytest_nsa.evidence.board import learn
 from pytest_nsa.rank import coverage, replay
+from pytest_nsa.rank.connections import (
+    change_after_each,
+    leave_group,
+    meeting_store,
+    set_first,
+    wait_for_others,
+    wait_for_threads,
+)
 from pytest_nsa.rank.context import LATE, RankContext, become, end_if_forked
-from pytest_nsa.rank.keep_connections import wait_for_others, wait_for_threads
-from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.rank.store import ChannelStore
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive

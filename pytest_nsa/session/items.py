@@ -27,9 +27,7 @@ from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
 from pytest_nsa.session import phases
 from pytest_nsa.session.plugins import lines_by_test
-from pytest_nsa.session.reports import recorded_properties
-from pytest_nsa.session.reports.failure_text import ReprEntryNative
-from pytest_nsa.session.reports.rank_warnings import repeat_warnings
+from pytest_nsa.session.reports.of_ranks import ReprEntryNative, item_properties, repeat_warnings, suite_properties
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()
@@ -205,10 +203,10 @@ class Ranked(pytest.Function):
 
     def _take_over(self, evidence: Evidence) -> None:
         """Copy the properties that the test recorded to this item, and what the ranks printed, unless it has been shown (`-s`)."""
-        self.user_properties.extend(recorded_properties.item_properties(evidence.ranks))
+        self.user_properties.extend(item_properties(evidence.ranks))
         log = self.config.stash.get(xml_key, None)
         if log is not None:
-            for name, value in recorded_properties.suite_properties(evidence.ranks):
+            for name, value in suite_properties(evidence.ranks):
                 log.add_global_property(name, value)
         verdict = self.stash[verdict_key]
         if verdict.failed:

@@ -16,10 +16,9 @@ from typing import Literal
 import pytest
 
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, start_pytest
+from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, child_arguments, start_pytest
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Mode, Settings, settings_key
-from pytest_nsa.spawn.child_arguments import child_arguments
-from pytest_nsa.system import unix_sockets
+from pytest_nsa.system import sockets
 from pytest_nsa.system.disk_space import reserve
 from pytest_nsa.system.prctl import die_with, fork
 from pytest_nsa.system.procfs import restless_threads
@@ -118,7 +117,7 @@ class SharedZygote:
     """The xdist controller's part in a zygote for all its workers: started once a worker has connected to request ranks."""
 
     def __init__(self) -> None:
-        self._listener = unix_sockets.Listener("zygote")
+        self._listener = sockets.Listener("zygote")
         self.name = self._listener.name
         self._zygote: ZygoteLauncher | None = None
 
@@ -145,7 +144,7 @@ def _connect_to_shared(config: pytest.Config, log: Path) -> ZygoteLauncher | Non
     if not name:
         return None
     try:
-        return ZygoteLauncher(Channel(unix_sockets.connect(name)), 0, log)
+        return ZygoteLauncher(Channel(sockets.connect(name)), 0, log)
     except OSError:
         return None
 

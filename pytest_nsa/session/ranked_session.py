@@ -15,8 +15,9 @@ from pytest_nsa.diagnosis.decision import Decision, decide, with_failures
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.rank.host_plugins import acting_on_host
-from pytest_nsa.report import github, runs
 from pytest_nsa.report import run as session_report
+from pytest_nsa.report import runs
+from pytest_nsa.report.frame import annotate
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
@@ -39,8 +40,8 @@ from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.plugins.forked import keep_from_forking
 from pytest_nsa.session.plugins.xdist import XdistHooks
-from pytest_nsa.session.reports.failure_text import HangLines, hang_line
 from pytest_nsa.session.reports.failures import Failures
+from pytest_nsa.session.reports.of_ranks import HangLines, hang_line
 from pytest_nsa.session.resources import lacks_gpu
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, is_on_github, settings_key
@@ -260,7 +261,7 @@ class RankedSession:
         for name in ("SUMMARY.md", "report.html"):
             terminalreporter.write_line(f"{name}: {short_path(folder.path / name)}")
         for entry in failed if is_on_github() else ():
-            for line in github.annotate(entry.verdict, entry.name):
+            for line in annotate(entry.verdict, entry.name):
                 terminalreporter.write_line(line)
 
 

@@ -16,12 +16,10 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude, with_label_sources
 from pytest_nsa.observe.host_log import note
-from pytest_nsa.observe.output import LiveOutput, OutputLimit
 from pytest_nsa.observe.supervise import RanksRun
-from pytest_nsa.observe.terminal import DebuggerServer, Terminal
+from pytest_nsa.observe.terminal import DebuggerServer, LiveOutput, OutputLimit, Terminal
 from pytest_nsa.report.plain import visible
-from pytest_nsa.session import second_run
-from pytest_nsa.session.bisect import Run, Variation, bisect
+from pytest_nsa.session.bisect import FLOW, HANG_AFTER_S, Run, Variation, bisect, limit_second_run, may_run_again
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.group import Group
@@ -185,14 +183,14 @@ class RankRunner:
         self, item: pytest.Function, verdict: Verdict, evidence: Evidence, values: dict[str, Any]
     ) -> Verdict:
         """Return the verdict with what a second run adds: the statement at which the ranks parted."""
-        if not second_run.is_wanted(item, self.settings, verdict, self._second_runs):
+        if not may_run_again(item, self.settings, verdict, self._second_runs):
             return verdict
         self._second_runs += 1
-        limit = second_run.compute_limit(evidence)
+        limit = limit_second_run(evidence)
         self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
         from pytest_nsa.diagnosis.divergence import FILE, compare_runs  # not before the first failure
 
-        tried = Variation(label=second_run.LABEL, flow=True, seed=evidence.job.seed)
+        tried = Variation(label=FLOW, flow=True, seed=evidence.job.seed)
         try:
             again, second, _ = self.run_item(item, limit, values, tried, evidence.folder.name)
             changed = compare_runs(verdict, evidence, second, again)
@@ -255,7 +253,7 @@ class RankRunner:
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
             run=job.timeout - min(RESERVE_S, 0.2 * job.timeout),
-            hang_after=second_run.HANG_AFTER_S if job.flow else self.settings.hang_after,
+            hang_after=HANG_AFTER_S if job.flow else self.settings.hang_after,
             after_failure=job.timeout if awaits_all else AFTER_FAILURE_S,
         )
         folder = Path(job.folder)

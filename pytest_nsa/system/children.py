@@ -11,8 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pytest_nsa.system.clock import monotonic
-from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import list_children, read_stat
+from pytest_nsa.system.procfs import command_line, list_children, read_stat
 
 _MAX_ROUNDS = 100
 _LAST_BREATH_S = 2.0

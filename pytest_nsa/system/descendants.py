@@ -16,8 +16,7 @@ from os import listdir
 from pathlib import Path
 from time import CLOCK_BOOTTIME, CLOCK_MONOTONIC, clock_gettime
 
-from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import read_io, read_stat, read_status
+from pytest_nsa.system.procfs import command_line, read_io, read_stat, read_status
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, by which a helper is recognised

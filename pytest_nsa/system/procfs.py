@@ -11,8 +11,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nsa.trace.secrets import masked_arguments
 from pytest_nsa.system.clock import monotonic
-from pytest_nsa.system.commands import command_line
+
+MOST = 200  # characters
+
+
+def command_line(pid: int, most: int = MOST) -> str:
+    """Return the first ``most`` characters of a process's command line, with secrets masked; '' if it has ended."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return ""
+    return " ".join(masked_arguments(arguments)).strip()[:most]
+
 
 REST_S = 0.02
 REST_LOOKS = 10

@@ -15,7 +15,7 @@ import pytest
 from nsa.trace.stall.stacks import MOST_THREADS, as_dump, look
 from pytest_nsa.evidence.stacks import parse_dump, thread_that_shows
 from pytest_nsa.observe import second_look
-from pytest_nsa.observe.native import dump_where_useful
+from pytest_nsa.observe.second_look import dump_where_useful
 from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.wire import messages
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
+import sys
+import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +27,64 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.supervise import RanksRun
 from pytest_nsa.session.group import Group
-from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.session.phases import Phases
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import LaunchError, Limits, Monitor, Starter
+
+NOTICE_S = 5.0
+MEET_S = 600.0  # for all processes to collect their tests
+
+
+class OuterStore:
+    """Named values that the processes of a run exchange: JSON through torchrun's store.
+
+    The one place where a pytest process imports torch: that store is torch's TCPStore, and its protocol is torch's own. Under an
+    outer launcher ranks are forked from this process, which has to import torch anyway.
+    """
+
+    def __init__(self, outer: OuterLauncher) -> None:
+        import torch.distributed as dist
+
+        store = dist.TCPStore(
+            outer.address,
+            outer.port,
+            is_master=outer.rank == 0 and not outer.serves_store,
+            wait_for_workers=False,
+            multi_tenant=True,  # a test that forms a group by env:// serves the same port of this process
+            timeout=timedelta(seconds=MEET_S),
+        )
+        self._store = dist.PrefixStore("pytest-nsa", store)
+
+    def put(self, key: str, value: Any) -> None:
+        """Publish a value: anything that JSON can hold."""
+        self._store.set(key, zlib.compress(json.dumps(value).encode()))
+
+    def look(self, key: str) -> Any:
+        """Return the value of a key; None until it is set."""
+        return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
+
+    def wait(self, key: str, seconds: float, *, or_key: str = "", awaited: str = "") -> Any:
+        """Wait for the value of ``key``, or of ``or_key`` if that comes first. Raises TimeoutError.
+
+        After `NOTICE_S` a line on standard error has what is ``awaited``, if that is given.
+        """
+        began = monotonic()
+        deadline = began + seconds
+        while True:
+            for name in (key, or_key):
+                value = self.look(name) if name else None
+                if value is not None:
+                    return value
+            if awaited and monotonic() - began >= NOTICE_S:
+                print(f"nsa: waits for {awaited} (up to {seconds:.0f} s)", file=sys.__stderr__, flush=True)
+                awaited = ""
+            if monotonic() >= deadline:
+                raise TimeoutError(f"nothing was received for {key!r} for {seconds:.0f} s")
+            time.sleep(0.01)
+
 
 PUSH_S = 0.25  # between two boards that a follower sends
 START_S = 120.0

@@ -16,8 +16,7 @@ from pytest_nsa.marks import find_place
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.recorder import Recorder
-from pytest_nsa.session.reports.failure_text import ReprEntryNative
-from pytest_nsa.session.reports.rank_warnings import report_warning
+from pytest_nsa.session.reports.of_ranks import ReprEntryNative, report_warning
 from pytest_nsa.session.started.jobs_of_test import Concluded
 
 _shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()

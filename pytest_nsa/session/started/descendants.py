@@ -34,7 +34,6 @@ from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.reports import of_started as reports
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.started.child_stacks import ChildStacks, named
 from pytest_nsa.session.started.jobs_of_test import (
     Concluded,
     Occasion,
@@ -43,16 +42,18 @@ from pytest_nsa.session.started.jobs_of_test import (
     list_pids,
     unnoticed,
 )
-from pytest_nsa.session.started.process_ends import (
+from pytest_nsa.session.started.processes import (
     IDLE_S,
     WORKER_WAITS,
+    ChildStacks,
     ProcessEnds,
     is_interrupted,
     joined_at_exit,
     left_at_exit,
+    named,
     of_ranks,
+    on_start,
 )
-from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.children import children
 from pytest_nsa.system.clock import wall_clock
