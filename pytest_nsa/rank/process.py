@@ -42,10 +42,10 @@ from pytest_nsa.rank.connections import (
 )
 from pytest_nsa.rank.context import LATE, RankContext, become, end_if_forked
 from pytest_nsa.rank.store import ChannelStore
-from pytest_nsa.system.children import end_leftovers
+from pytest_nsa.system.descendants import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
-from pytest_nsa.system.memory import AddedMemory
 from pytest_nsa.system.prctl import become_subreaper, set_handler, write_lines_at_once
+from pytest_nsa.system.procfs import AddedMemory
 from pytest_nsa.wire.files import append, open_to_append
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job

@@ -14,11 +14,10 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.report.calls import call_tables
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.divergence import divergence_table
 from pytest_nsa.report.frame import build_frame, read_code
-from pytest_nsa.report.lanes import lanes
+from pytest_nsa.report.lanes import call_tables, lanes
 from pytest_nsa.report.markup import Markup, row, table, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import build_trace

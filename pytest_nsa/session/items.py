@@ -24,9 +24,9 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
+from pytest_nsa.rank.coverage import add_lines_of_ranks
 from pytest_nsa.report import terminal
 from pytest_nsa.session import phases
-from pytest_nsa.session.plugins import lines_by_test
 from pytest_nsa.session.reports.of_ranks import ReprEntryNative, item_properties, repeat_warnings, suite_properties
 from pytest_nsa.session.runner import RankRunner
 
@@ -122,7 +122,7 @@ class Ranked(pytest.Function):
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
-        lines_by_test.add_lines_of_ranks(self, evidence.folder)
+        add_lines_of_ranks(self, evidence.folder)
         runner.remove_passed(self, verdict, evidence.folder)
         repeat_warnings(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):

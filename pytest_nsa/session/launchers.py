@@ -21,8 +21,8 @@ import pytest
 from pytest_nsa.rank import coverage
 from pytest_nsa.rank.host_plugins import find_origin, is_installed
 from pytest_nsa.settings import COLD_JOB, child_environment, named_plugins
-from pytest_nsa.system.children import kill_dead_ranks_groups, reap
 from pytest_nsa.system.clock import monotonic
+from pytest_nsa.system.descendants import kill_dead_ranks_groups, reap
 from pytest_nsa.system.prctl import die_with, kill_group
 from pytest_nsa.system.sockets import hold_ports, list_numbers
 from pytest_nsa.wire.files import open_to_append, write_atomically

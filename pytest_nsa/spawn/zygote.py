@@ -27,8 +27,8 @@ import pytest
 
 from pytest_nsa.rank.context import LATE
 from pytest_nsa.rank.replay import make_ranks_config, prepare
-from pytest_nsa.system.children import children, end_orphans
 from pytest_nsa.system.clock import monotonic
+from pytest_nsa.system.descendants import children, end_orphans
 from pytest_nsa.system.prctl import become_subreaper, die_with, fork, kill_group, set_handler
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.sockets import hold_ports, list_numbers

@@ -35,8 +35,8 @@ from pytest_nsa.session.masking import mask_files
 from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, sweep
 from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.system.children import reap
 from pytest_nsa.system.clock import monotonic, wall_clock
+from pytest_nsa.system.descendants import reap
 from pytest_nsa.system.prctl import fork
 from pytest_nsa.wire.files import read_lines, touch, write_atomically, write_json
 from pytest_nsa.wire.messages import Job

@@ -55,9 +55,8 @@ from pytest_nsa.session.started.processes import (
     on_start,
 )
 from pytest_nsa.settings import Mode, Settings
-from pytest_nsa.system.children import children
 from pytest_nsa.system.clock import wall_clock
-from pytest_nsa.system.descendants import Key, Process, started_since, ticks_since_boot
+from pytest_nsa.system.descendants import Key, Process, children, started_since, ticks_since_boot
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 NAMED = 6  # processes that a report names

@@ -1,4 +1,4 @@
-"""Under xdist: the controller names one run folder and starts one zygote; all workers use them; it writes the reports."""
+"""What other plugins need: pytest-forked forks no test on ranks; xdist's controller names one run folder, and starts one zygote."""
 
 from __future__ import annotations
 
@@ -6,16 +6,42 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_nsa.rank.host_plugins import remove_hook
 from pytest_nsa.report.runs import ANNOUNCEMENTS
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.items import runner_key
 from pytest_nsa.session.launcher import SharedZygote
 from pytest_nsa.wire.files import read_lines
+
+_NAME = "pytest_forked"
+Protocol = Callable[..., object]
+
+
+class BoxedTests:
+    """Replaces pytest-forked's protocol: it forks this process only for tests that need no ranks."""
+
+    def __init__(self, protocol: Protocol, needs_ranks: Callable[[pytest.Item], bool]) -> None:
+        self._protocol, self._needs_ranks = protocol, needs_ranks
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Leave tests on ranks to the other plugins' protocol."""
+        return None if self._needs_ranks(item) else self._protocol(item=item, nextitem=nextitem)
+
+
+def keep_from_forking(config: pytest.Config, needs_ranks: Callable[[pytest.Item], bool]) -> None:
+    """Replace pytest-forked's protocol, where it is loaded."""
+    plugin = config.pluginmanager.getplugin(_NAME)
+    if plugin is not None:
+        remove_hook(config, "pytest_runtest_protocol", plugin)
+        config.pluginmanager.register(BoxedTests(plugin.pytest_runtest_protocol, needs_ranks), "nsa-boxed")
+
 
 ANNOUNCE_S = 0.3
 
