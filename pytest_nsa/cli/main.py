@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 
-from pytest_nsa.cli.foreign_folders import resolve_own, sources_folder
-from pytest_nsa.cli.outputs import VerdictCommand
-from pytest_nsa.cli.report import clean, is_live, read, report
-from pytest_nsa.cli.watch import show_stacks, watch
+from pytest_nsa.cli.report import clean, is_live, read, report, resolve_own, sources_folder
+from pytest_nsa.cli.watch import VerdictCommand, show_stacks, watch
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.foreign import judge, missing_for_more
 from pytest_nsa.evidence.load import find_test_folders

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.observe.announcements import announcement
 from pytest_nsa.observe.host_log import note
-from pytest_nsa.observe.observer import Observer
+from pytest_nsa.observe.observer import Observer, announcement
 from pytest_nsa.observe.progress import GRACE_S
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.gpu import XidWatch

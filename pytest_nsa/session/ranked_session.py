@@ -22,7 +22,6 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.session.group import Group
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
     Ranked,
@@ -37,12 +36,11 @@ from pytest_nsa.session.items import (
 )
 from pytest_nsa.session.launch import failed_key, launched_key
 from pytest_nsa.session.masking import mask_all, mask_text
-from pytest_nsa.session.needs import why_no_ranks, why_not_light
+from pytest_nsa.session.needs import lacks_gpu, why_no_ranks, why_not_light
 from pytest_nsa.session.other_plugins import XdistHooks, keep_from_forking
 from pytest_nsa.session.reports.failures import Failures
 from pytest_nsa.session.reports.of_ranks import HangLines, hang_line
-from pytest_nsa.session.resources import lacks_gpu
-from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.session.runner import Group, RankRunner
 from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, is_on_github, settings_key
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import plain_nodeid
@@ -298,7 +296,7 @@ class ChildSession(RankedSession):
             serve = ServeSession(self.settings.zygote_fd, self.settings.listener_fd)
             self.config.pluginmanager.register(serve, "nsa-zygote")
         elif self.settings.cold_job is not None:
-            from pytest_nsa.spawn.cold import ColdSession
+            from pytest_nsa.spawn.zygote import ColdSession
 
             self.config.pluginmanager.register(ColdSession(self.settings.cold_job), "nsa-cold")
 

@@ -7,7 +7,7 @@ import inspect
 import random
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,12 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.session.bisect import FLOW, HANG_AFTER_S, Run, Variation, bisect, limit_second_run, may_run_again
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, safe_name
-from pytest_nsa.session.group import Group
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.launcher import RunLauncher
 from pytest_nsa.session.masking import mask_files, shown_ids
-from pytest_nsa.session.needs import Needs, read_needs, read_tracing
+from pytest_nsa.session.needs import Needs, Resources, read_needs, read_tracing
 from pytest_nsa.session.phases import Phases, fold, static_mark
 from pytest_nsa.session.recorder import Recorder
-from pytest_nsa.session.resources import Resources
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.leases import Lease
@@ -41,6 +39,34 @@ from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_lines, write_json
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
 from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
+
+
+class Group:
+    """The pytest processes that run the ranks of a test together: this one alone; `outer.attachment` has that of several."""
+
+    is_alone = True
+
+    def __init__(self) -> None:
+        self.exit_status = 0  # of this session, once it is known
+
+    def ranks_here(self, world_size: int) -> Sequence[int]:
+        """Return the ranks of a test that this process starts."""
+        return range(world_size)
+
+    def local(self, job: Job) -> Job:
+        """Return ``job`` as this process runs it."""
+        return job
+
+    def run(self, run: RanksRun) -> None:
+        """Run this process's ranks of a job to their end. Raises LaunchError."""
+        run.run()
+
+    def refuse(self, reason: str) -> None:
+        """Inform the other processes that this one could not start its ranks."""
+
+    def agree(self, verdict: Verdict, evidence: Evidence, found: Phases) -> tuple[Verdict, Evidence, Phases]:
+        """Return what all processes conclude from a test."""
+        return verdict, evidence, found
 
 
 def make_job(

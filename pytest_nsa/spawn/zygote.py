@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import random
 import select
@@ -29,7 +30,7 @@ from pytest_nsa.rank.context import LATE
 from pytest_nsa.rank.replay import make_ranks_config, prepare
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.descendants import children, end_orphans
-from pytest_nsa.system.prctl import become_subreaper, die_with, fork, kill_group, set_handler
+from pytest_nsa.system.prctl import become_subreaper, die_with, fork, kill_group, set_handler, write_lines_at_once
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.sockets import hold_ports, list_numbers
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
@@ -513,3 +514,29 @@ class ServeSession:
 
         Zygote(by_nodeid(session.items), self.first, self.listener, self.failures).serve()
         return True
+
+
+class ColdSession:
+    """Registered where the environment names a job: replaces the test loop."""
+
+    def __init__(self, spec: Path) -> None:
+        self.spec = spec
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        from pytest_nsa.rank.process import EXIT_FAILED, RankProcess, seed_alike
+
+        data = json.loads(self.spec.read_text(encoding="utf-8"))
+        job = Job.from_json(data["job"])
+        code = EXIT_FAILED
+        try:
+            seed_alike(job.seed)
+            write_lines_at_once()
+            rank = RankProcess(
+                data["rank"], job.group_spec, Path(job.folder) / "store", by_nodeid(session.items), ports=data["ports"]
+            )
+            code = rank.run(job)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)

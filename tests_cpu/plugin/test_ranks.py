@@ -244,3 +244,27 @@ def test_ranked_fixtures_outside_ranks_name_what_to_do(pytester: pytest.Pytester
     assert result.outcomes == {"errors": 1}
     assert "the fixture 'trace' is for tests on ranks" in result.stdout
     assert "add @pytest.mark.world_size(2)" in result.stdout
+
+
+LEAVES = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+@world_size(2)
+def test_leaves_a_thread(group):
+    if group.rank == 1:
+        threading.Thread(target=threading.Event().wait, name="uploader").start()
+
+@world_size(2)
+def test_leaves_idle_and_daemon_threads(group):
+    pool = ThreadPoolExecutor(2)
+    assert pool.submit(int, "1").result() == 1
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+def test_a_thread_that_is_no_daemon_is_reported(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, LEAVES)
+    assert result.outcomes == {"passed": 2, "warnings": 1}
+    assert "rank 1 left the thread uploader at" in result.stdout
+    assert "it is no daemon: a process of torchrun would wait for it" in " ".join(result.stdout.split())

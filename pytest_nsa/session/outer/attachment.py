@@ -26,8 +26,8 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.supervise import RanksRun
-from pytest_nsa.session.group import Group
 from pytest_nsa.session.phases import Phases
+from pytest_nsa.session.runner import Group
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically

@@ -29,7 +29,6 @@ from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import short_path
-from pytest_nsa.session import before_timeout
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.reports import of_started as reports
@@ -57,6 +56,64 @@ from pytest_nsa.session.started.processes import (
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.descendants import Key, Process, children, started_since, ticks_since_boot
+
+AGAIN_S = 6.0  # after which a test that is blocked in its cleanup since its limit is ended once more
+
+
+def by_signal(settings: Any) -> bool:
+    """Return whether pytest-timeout raises in the test by SIGALRM; else a thread of it ends the process."""
+    return settings.method == "signal" and threading.current_thread() is threading.main_thread()
+
+
+def call_around_alarm(
+    before: Callable[[FrameType | None], object],
+    after: Callable[[], bool],
+    is_blocked: Callable[[FrameType | None], bool],
+) -> None:
+    """Call ``before`` with the frame that SIGALRM interrupts, then pytest-timeout's handler, which is set already, then ``after``.
+
+    Where ``after`` returns True, SIGALRM comes again every `AGAIN_S` until pytest-timeout cancels it. Then pytest-timeout's handler
+    raises once more if ``is_blocked``, called with the frame, returns True.
+    """
+    theirs = signal.getsignal(signal.SIGALRM)
+    if not callable(theirs):
+        return
+    is_first = True
+
+    def fire(number: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
+        nonlocal is_first
+        if not is_first:
+            if is_blocked(frame):
+                theirs(number, frame)
+            return
+        is_first = False
+        before(frame)
+        try:
+            theirs(number, frame)
+        finally:
+            if after():
+                signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+
+    signal.signal(signal.SIGALRM, fire)
+
+
+def call_before_timer(item: pytest.Item, settings: Any, first: Callable[[FrameType | None], object]) -> None:
+    """Replace pytest-timeout's timer by one that calls ``first`` with the main thread's frame, then what pytest-timeout does."""
+
+    def fire() -> None:
+        first(sys._current_frames().get(threading.main_thread().ident or 0))
+        pytest_timeout.timeout_timer(item, settings)
+
+    def cancel() -> None:
+        timer.cancel()
+        timer.join()
+
+    item.cancel_timeout()  # type: ignore[attr-defined]
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    timer = threading.Timer(settings.timeout, fire)
+    timer.start()
+
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 NAMED = 6  # processes that a report names
@@ -223,15 +280,15 @@ class StartedRanks:
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
-        if item is self.item and before_timeout.by_signal(settings):
-            before_timeout.call_around_alarm(
+        if item is self.item and by_signal(settings):
+            call_around_alarm(
                 lambda frame: self._at_limit(item, settings, frame),
                 self._end_soon,
                 # Whether the test or its fixture is still in the phase in which it was ended.
                 lambda frame: self._is_in_phase and bool(reports.place(frame, self.config.rootpath)),
             )
         elif item is self.item:
-            before_timeout.call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
+            call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
 
     @_harmless
