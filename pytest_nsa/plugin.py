@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_nsa import hookspecs, marked, marks, options
+from pytest_nsa import hookspecs, marked, marks
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, is_active, rank_tmp_path, trace
-from pytest_nsa.settings import is_child_process, is_launched
+from pytest_nsa.settings import add_options, is_child_process, is_launched
 
 if TYPE_CHECKING:
     from pytest_nsa.session.launch import Launch
@@ -71,7 +71,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    options.add_options(parser)
+    add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)

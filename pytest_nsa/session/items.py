@@ -27,7 +27,7 @@ from pytest_nsa.rank.context import current_rank
 from pytest_nsa.rank.coverage import add_lines_of_ranks
 from pytest_nsa.report import terminal
 from pytest_nsa.session import phases
-from pytest_nsa.session.reports.of_ranks import ReprEntryNative, item_properties, repeat_warnings, suite_properties
+from pytest_nsa.session.reports import ReprEntryNative, item_properties, repeat_warnings, suite_properties
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()

@@ -38,8 +38,7 @@ from pytest_nsa.session.launch import failed_key, launched_key
 from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import lacks_gpu, why_no_ranks, why_not_light
 from pytest_nsa.session.other_plugins import XdistHooks, keep_from_forking
-from pytest_nsa.session.reports.failures import Failures
-from pytest_nsa.session.reports.of_ranks import HangLines, hang_line
+from pytest_nsa.session.reports import Failures, HangLines, hang_line
 from pytest_nsa.session.runner import Group, RankRunner
 from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, is_on_github, settings_key
 from pytest_nsa.wire.masking import mask_with

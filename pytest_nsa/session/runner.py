@@ -25,13 +25,12 @@ from pytest_nsa.rank.coverage import read_settings
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.bisect import FLOW, HANG_AFTER_S, Run, Variation, bisect, limit_second_run, may_run_again
 from pytest_nsa.session.extensions import Extensions
-from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.folders import Recorder, RunFolder, safe_name
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.launcher import RunLauncher
 from pytest_nsa.session.masking import mask_files, shown_ids
 from pytest_nsa.session.needs import Needs, Resources, read_needs, read_tracing
 from pytest_nsa.session.phases import Phases, fold, static_mark
-from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.leases import Lease

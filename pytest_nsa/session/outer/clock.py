@@ -30,10 +30,9 @@ from pytest_nsa.report import junit, runs
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import lines, short_path
-from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.folders import Recorder, RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
 from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, sweep
-from pytest_nsa.session.recorder import Recorder
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.system.clock import monotonic, wall_clock
 from pytest_nsa.system.descendants import reap

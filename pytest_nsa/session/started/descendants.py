@@ -31,15 +31,19 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import short_path
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
-from pytest_nsa.session.reports import of_started as reports
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.session.started.jobs_of_test import (
     Concluded,
     Occasion,
+    add_to_report,
     conclude_jobs,
     describe,
+    find_line,
+    has_report,
+    keep_for_report,
     list_pids,
     unnoticed,
+    warn,
 )
 from pytest_nsa.session.started.processes import (
     IDLE_S,
@@ -236,7 +240,7 @@ class StartedRanks:
             self.item = None
             for failure in [failure for failure, is_reported in self._failures.items() if not is_reported]:
                 self._failures[failure] = True
-                reports.warn(item, f"the processes of this test were not followed to its end: {failure}")
+                warn(item, f"the processes of this test were not followed to its end: {failure}")
 
     @_harmless
     def _begin(self, item: pytest.Item) -> None:
@@ -285,7 +289,7 @@ class StartedRanks:
                 lambda frame: self._at_limit(item, settings, frame),
                 self._end_soon,
                 # Whether the test or its fixture is still in the phase in which it was ended.
-                lambda frame: self._is_in_phase and bool(reports.place(frame, self.config.rootpath)),
+                lambda frame: self._is_in_phase and bool(find_line(frame, self.config.rootpath)),
             )
         elif item is self.item:
             call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
@@ -309,7 +313,7 @@ class StartedRanks:
         jobs, text = self._conclude("deadline", settings.timeout, frame)
         self._is_over = lambda: True
         if text:
-            reports.keep(item, jobs, text)
+            keep_for_report(item, jobs, text)
         return text
 
     @_harmless
@@ -333,16 +337,16 @@ class StartedRanks:
             self._at_pass(item, report)
         if call.excinfo is None or isinstance(call.excinfo.value, pytest.skip.Exception):
             return report
-        if not reports.has(item) and self.has_any:
+        if not has_report(item) and self.has_any:
             self._at_failure(item)
-        reports.add(item, report, self.runner.recorder)
+        add_to_report(item, report, self.runner.recorder)
         return report
 
     @_harmless
     def _at_failure(self, item: pytest.Item) -> None:
         jobs, text = self._conclude("", 0.0, None)
         if jobs and jobs[0].verdict.failed and not jobs[0].is_other:
-            reports.keep(item, jobs, text)
+            keep_for_report(item, jobs, text)
 
     @_harmless
     def _at_pass(self, item: pytest.Item, report: Any) -> None:
@@ -353,7 +357,7 @@ class StartedRanks:
         if self.settings.descendants_fail:
             report.outcome, report.longrepr = "failed", f"{raised}, and the test passed (ranks_descendants_fail)"
         else:
-            reports.warn(item, f"{raised}, and the test passed (ini ranks_descendants_fail makes this a failure)")
+            warn(item, f"{raised}, and the test passed (ini ranks_descendants_fail makes this a failure)")
 
     # -- verdicts
 
@@ -372,7 +376,7 @@ class StartedRanks:
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
             others = [p for p in shown if p.pid not in of_jobs and not p.is_helper][:NAMED]
             lines = [named(p, self.stacks.places(p.pid) if reason else ()) for p in others]
-            text = describe(jobs, lines, reports.place(frame, root)) if jobs or others else []
+            text = describe(jobs, lines, find_line(frame, root)) if jobs or others else []
             self._is_ended = self._is_ended or bool(reason)
             return jobs, text
         finally:
