@@ -49,7 +49,7 @@ def safe_name(nodeid: str) -> str:
 
 
 NOTICES = "notices.jsonl"
-BOARD = 216 << 10  # bytes; a rank's board, and some more (tests_cpu/plugin/test_room.py compares them)
+BOARD = 216 << 10  # bytes; a rank's board, and some more (tests_cpu/plugin/test_artifacts.py compares them)
 LINES = 16 << 10  # of a rank's events, and of the host's: what a verdict cannot do without
 SMALLEST_LIMIT = 48 << 10  # of `ulimit -f`: below it no evidence fits,
 SMALL_LIMIT = 1 << 20  # and below this not all

@@ -1,7 +1,9 @@
-"""Dumps of ranks' stacks: how long one is waited for, of which ranks native frames are read, and the main thread among many."""
+"""What is read of ranks at a stall: children in /proc, dumps of stacks and for how long one is waited for, native frames of few."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -16,7 +18,7 @@ from nsa.trace.stall.stacks import MOST_THREADS, as_dump, look
 from pytest_nsa.evidence.stacks import parse_dump, thread_that_shows
 from pytest_nsa.observe import second_look
 from pytest_nsa.observe.second_look import dump_where_useful
-from pytest_nsa.system.procfs import is_runnable
+from pytest_nsa.system.procfs import is_runnable, list_children, look_at
 from pytest_nsa.wire import messages
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL
 
@@ -144,3 +146,42 @@ def test_faulthandler_s_two_dumps_are_read_as_one(threads: int) -> None:
     # Without the first dump it is not known what the main thread of a crowded process does, and no other takes its part.
     told = thread_that_shows(parse_dump(text[re.search("^(Thread|Current)", text, re.M).start() :]))  # type: ignore[union-attr]
     assert (told is None) == (threads > messages.MOST_THREADS)
+
+
+def test_children_of_all_threads_are_listed() -> None:
+    process = subprocess.Popen(["sleep", "100"])
+    started: list[subprocess.Popen[bytes]] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def start() -> None:
+        started.append(subprocess.Popen(["sleep", "100"]))
+        begun.set()
+        ended.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    begun.wait()
+    try:
+        assert {process.pid, started[0].pid} <= set(list_children(os.getpid()))
+    finally:
+        ended.set()
+        thread.join()
+        for child in (process, *started):
+            child.kill()
+            child.wait()
+
+
+@pytest.mark.parametrize(("end", "shown"), [("os._exit(3)", "exit code 3"), ("os.abort()", "signal 6")])
+def test_how_a_child_ended_that_was_not_waited_for(end: str, shown: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=eval, args=(end, {"os": os}))
+    child.start()
+    with contextlib.closing(child):
+        os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT)
+        state = look_at(os.getpid())
+        child.join()
+    assert state is not None
+    assert shown in state.ended
+    assert shown not in state.children
+    after = look_at(os.getpid())
+    assert after is not None
+    assert shown not in after.ended
