@@ -17,10 +17,8 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.divergence import divergence_table
 from pytest_nsa.report.frame import build_frame, read_code
-from pytest_nsa.report.lanes import call_tables, lanes
+from pytest_nsa.report.lanes import TRACE, build_trace, call_tables, lanes
 from pytest_nsa.report.markup import Markup, row, table, tag
-from pytest_nsa.report.perfetto import NAME as TRACE
-from pytest_nsa.report.perfetto import build_trace
 from pytest_nsa.report.summary import RETRY, Entry
 from pytest_nsa.report.terminal import consequence, counters_text, excerpt, number_ranks, short_place
 from pytest_nsa.wire import masking

@@ -1,4 +1,4 @@
-"""The fixture `launch`: run a function on ranks from outside, and read the verdict."""
+"""The fixture `launch`: run a function on ranks from outside, and read the verdict that a test gets back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,41 @@ from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report.terminal import headline
 from pytest_nsa.session.folders import safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
-from pytest_nsa.session.outcome import Outcome
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.wire.messages import Job, plain_nodeid
+
+
+class Outcome:
+    """The verdict on a launched function, and the folder with its evidence.
+
+    A test that reads neither ``verdict`` nor ``passed`` of a function that failed fails at its end.
+    """
+
+    def __init__(self, *, verdict: Verdict, folder: Path, world_size: int) -> None:
+        self._verdict, self.folder, self.world_size = verdict, folder, world_size
+        self._is_read = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the ranks did."""
+        self._is_read = True
+        return self._verdict
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rank returned."""
+        return self.verdict.outcome == "PASS"
+
+    @property
+    def is_unread_failure(self) -> bool:
+        """Whether the function failed and the test has not looked."""
+        return self._verdict.failed and not self._is_read
+
+    def output(self, rank: int) -> str:
+        """Return what a rank wrote to stdout and stderr."""
+        path = self.folder / f"rank{rank}" / "output.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
 
 failed_key = pytest.StashKey[bool]()
 launched_key = pytest.StashKey[list[Verdict]]()

@@ -26,13 +26,13 @@ from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.observer import Observer
 from pytest_nsa.rank.outer_rank import END_REQUEST
-from pytest_nsa.report import junit, runs
 from pytest_nsa.report import run as session_report
+from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import lines, short_path
 from pytest_nsa.session.folders import Recorder, RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
-from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, sweep
+from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, merge_junit, sweep
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.system.clock import monotonic, wall_clock
 from pytest_nsa.system.descendants import reap
@@ -238,7 +238,7 @@ class Clock:
             if report.nodeid not in session.not_ours:
                 xml.pytest_runtest_logreport(report)
         xml.pytest_sessionfinish()
-        junit.merge(target, own, self.log.launch, session.rank)
+        merge_junit(target, own, self.log.launch, session.rank)
 
 
 def _ended_report(session: LoggedSession, text: str) -> pytest.TestReport:

@@ -21,13 +21,12 @@ from _pytest.junitxml import xml_key
 from pytest_nsa import marked
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.outer_rank import LaunchedRank
-from pytest_nsa.report import junit
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.items import Ranked, runner_key
 from pytest_nsa.session.needs import read_needs
 from pytest_nsa.session.outer.attachment import Attachment
 from pytest_nsa.session.outer.clock import Clock
-from pytest_nsa.session.outer.session_log import SessionLog
+from pytest_nsa.session.outer.session_log import SessionLog, merge_junit
 from pytest_nsa.session.ranked_session import RankedSession, needs_ranks, only_lists
 from pytest_nsa.settings import OuterLauncher, Settings
 from pytest_nsa.system.disk_space import private_folder
@@ -218,7 +217,7 @@ class OuterHooks:
             self.rank.end(passed=not exitstatus)
         xml = self.config.stash.get(xml_key, None)
         if xml is not None and self.outer.world_size > 1:
-            junit.merge(self._junit, Path(xml.logfile), self.log.launch, self.outer.rank)
+            merge_junit(self._junit, Path(xml.logfile), self.log.launch, self.outer.rank)
             xml.logfile = str(self._junit)
         if self.follows and self._failed:
             self.screen.show(self.outer.rank, f"{session.testsfailed} failed here, of {session.testscollected}")
