@@ -52,7 +52,7 @@ class Suite:
     address: str = ""  # of its repository, which has the tests; the version is its tag
     folder: str = ""  # in the package, which its tests need and no wheel has; of a repository, where pytest runs
     options: tuple[str, ...] = ()
-    plugin: str = ""  # in benchmarks/clients: it runs the tests on ranks
+    plugin: str = ""  # an adapter, or a module of benchmarks/clients: it runs the tests on ranks
     usual: tuple[str, ...] = ()  # options of its usual way
     variables: dict[str, str] = field(default_factory=dict)
     prepare: str = "pass"  # a program that runs once
@@ -110,14 +110,15 @@ ON_RANKS = (
         )),
     ),
     Suite(
-        package="torchsnapshot==0.1.0", address="https://github.com/pytorch/torchsnapshot", plugin="torchsnapshot_on_ranks",
+        package="torchsnapshot==0.1.0", address="https://github.com/pytorch/torchsnapshot", plugin="pytest_nsa.adapters.elastic",
         needs=("aiofiles", "aiohttp", "importlib-metadata", "nest_asyncio", "psutil", "PyYAML", "pytest-asyncio"),
         tests=tuple(f"tests/test_{name}.py" for name in (
             "replication_glob", "sharded_tensor_io_preparer", "partitioner", "ddp", "ddp_replication_glob",
         )),
     ),
     Suite(
-        package="mmengine==v0.10.7", address="https://github.com/open-mmlab/mmengine", plugin="mmengine_on_ranks",
+        package="mmengine==v0.10.7", address="https://github.com/open-mmlab/mmengine",
+        plugin="pytest_nsa.adapters.multiprocess_test_case",
         needs=(
             "addict", "lmdb", "matplotlib", "opencv-python-headless", "parameterized", "PyYAML", "rich", "termcolor", "yapf",
         ),
@@ -127,7 +128,7 @@ ON_RANKS = (
         )),
     ),
     Suite(
-        package="deepspeed==v0.19.5", address="https://github.com/deepspeedai/DeepSpeed", plugin="deepspeed_on_ranks",
+        package="deepspeed==v0.19.5", address="https://github.com/deepspeedai/DeepSpeed", plugin="pytest_nsa.adapters.deepspeed",
         folder="tests",
         needs=(
             "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "setuptools", "tqdm",

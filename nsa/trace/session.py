@@ -17,7 +17,7 @@ from nsa.trace.events import mute, record
 from nsa.trace.files import monotonic, sleep
 from nsa.trace.observe import Observer
 from nsa.trace.stall.exceptions import record_thread_exception
-from nsa.trace.stall.exits import note_own_end
+from nsa.trace.stall.exits import note_ends
 from nsa.trace.stall.heartbeat import Heartbeat
 from nsa.trace.stall.thread_errors import forget_thread_errors, report_thread_errors
 
@@ -54,6 +54,7 @@ class TraceSession:
     def __init__(self) -> None:
         self.board = Board()
         self._has_begun = False
+        self._folder: Path | None = None
         self.recorder = CollectiveRecorder(self.board)
         self.observer = Observer(self.board)
         self.recorder.install()
@@ -64,8 +65,12 @@ class TraceSession:
             self.observer.install()
         count_batches(self.board)
         thread_starts.install()
-        note_own_end(self.board)
+        note_ends(self.board, self._note_signal)
         os.register_at_fork(after_in_child=self._in_child)
+
+    def _note_signal(self, pid: int, number: int, site: str) -> None:
+        if self._folder is not None:
+            record(self._folder, event="sends_signal", pid=int(pid), signal=int(number), where=site)
 
     def _in_child(self) -> None:
         """Detach a fork, such as a data loader's worker, from the board; a forked rank begins a new one."""
@@ -94,6 +99,7 @@ class TraceSession:
         if checksums and self.is_light:
             raise ValueError(f"check_divergence needs what {LEVEL}=light does not record: unset it")
         self._has_begun = True
+        self._folder = Path(folder)
         mute(False)
         self.recorder.forget(rank, world_size)
         self.recorder.report_groups(lambda label, ranks, number: record(

@@ -103,7 +103,7 @@ _STALL: dict[str, Check] = {
 EVENTS: dict[str, dict[str, Check]] = {
     "refused": {"reason": is_text},
     "ended": {"duration_s": is_number},
-    "exit": {"rank": _int, "code?": _int, "signal?": _int, "by_us?": is_flag},
+    "exit": {"rank": _int, "code?": _int, "signal?": _int, "by_us?": is_flag, "oom_kills?": _int},
     "stop": _STALL,
     "stall": _STALL,
     "standing": _STALL,  # its name until verdict schema 2
@@ -143,6 +143,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "warning": {"category?": is_text, "message?": is_text},
     "left_thread": {"name": is_text, "where": is_text},
     "left_running": {"command": is_text},
+    "sends_signal": {"pid": _int, "signal": _int, "where": is_text},
     "parallel": {"kind": is_text, "needs_every_gradient?": is_flag},
     "gradients_missing": {"step": _int, "names": _check_list(is_text), "where": is_text},
     "wrapped": {"where": is_text, "ranks": _ranks, "parameters": _check_list(is_text)},

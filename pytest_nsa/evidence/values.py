@@ -187,6 +187,9 @@ class RankEvidence:
     backend: str = ""
     machine: str = ""
     memory_mib: float = 0.0  # of its machine or container; 0: unknown
+    pid: int = 0
+    signals_sent: tuple[tuple[int, int, str], ...] = ()  # process, signal, the line that sent it
+    oom_kills: int = 0  # processes of its control group that the kernel had ended for memory by its end
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()  # of loops, by the user's location, outermost first
     handles: Handled | None = None

@@ -230,7 +230,9 @@ def _followed(parting: Parting, which: int, flow: Flow, call: Call | None) -> tu
     """Return what a rank did next in the frame where it parted: the place and the text of an exception, or of its first call."""
     frame, at = parting.frames[which], parting.at[which]
     raised = next((k for k, text in sorted(frame.raised.items()) if k > at and not text.startswith("Stop")), None)
-    if raised is not None and parting.kind == "branch":
+    called = next((k for k in sorted(frame.calls) if k > at), None)
+    # What a call of it raises follows from the other ranks.
+    if raised is not None and parting.kind == "branch" and (called is None or raised < called):
         return place(frame, frame.lines[raised]), f"raises {frame.raised[raised]}"
     begins = flow.frames.get(call.place[0]) if call is not None else None
     caller, index = _user_frame(begins, call.place[1]) if begins is not None and call is not None else (None, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from pytest_nsa.observe.observer import Observer, announcement
 from pytest_nsa.observe.progress import GRACE_S
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.gpu import XidWatch
+from pytest_nsa.system.procfs import count_oom_kills
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import Limits, Monitor, Starter
 
@@ -39,6 +41,7 @@ class RanksRun:
     _ended_in_wrap: str = ""
     _looked_at_threads: float = 0.0
     _thread_at_work: bool = False
+    _oom_kills: int = 0  # before the ranks started
 
     def __post_init__(self) -> None:
         self.folder = Path(self.job.folder)
@@ -49,6 +52,7 @@ class RanksRun:
     def run(self) -> None:
         """Start, watch and end the ranks. Raises LaunchError; a KeyboardInterrupt is raised again once no rank is left."""
         started = monotonic()
+        self._oom_kills = count_oom_kills()
         xids = XidWatch() if self.job.device == "cuda" else None
         try:
             self.pids = self.launcher.start(self.job)
@@ -167,7 +171,9 @@ class RanksRun:
             self.statuses[rank] = status
             code = os.waitstatus_to_exitcode(status)
             by_us = bool(self._ended_in_wrap) and rank not in self.launcher.lost
-            note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
+            kills = count_oom_kills() - self._oom_kills if code == -signal.SIGKILL and not by_us else 0
+            found = {"oom_kills": kills} if kills else {}
+            note(self.log, "exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us, **found)
 
     def _stop(self, reason: str, by: str = "") -> None:
         self.observer.stop(reason, self._alive(), by=by, signal=self._signal, more=self.more)

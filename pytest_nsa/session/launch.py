@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.marks import MAX_WORLD_SIZE
+from pytest_nsa.marks import BACKENDS, MAX_WORLD_SIZE
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report.terminal import headline
 from pytest_nsa.session.folders import safe_name
@@ -73,6 +73,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         *,
         world_size: int = 2,
         timeout: float | None = None,
+        backend: str | None = "gloo",
         arguments: dict[str, Any] | None = None,
     ) -> Outcome:
         __tracebackhide__ = True
@@ -80,6 +81,10 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         if timeout is None:
             timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
         _check(function, world_size, timeout, outer, arguments or {})
+        if backend not in (*BACKENDS, None):
+            raise ValueError(
+                f"launch({function.__qualname__}, backend={backend!r}): must be one of {', '.join(BACKENDS)}, None"
+            )
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
@@ -88,7 +93,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
             folder=str(folder),
             root=str(request.config.rootpath),
             world_size=world_size,
-            backend="gloo",
+            backend=backend or "",
             timeout=timeout,
             function=f"{function.__module__}:{function.__qualname__}",
             arguments=arguments or {},

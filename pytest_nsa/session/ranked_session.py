@@ -125,7 +125,9 @@ class RankedSession:
         if not ranked or only_lists(self.config):
             return None
         where = short_path(self.runner.folder.path)
-        line = f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {self.runner.launcher.plan.description}; {where}/"
+        are_launched = not any(isinstance(item, Ranked) for item in ranked)
+        number = f"{len(ranked)} of {len(items)} tests {'may launch ranks' if are_launched else 'on ranks'}"
+        line = f"nsa: {number}; ranks are {self.runner.launcher.plan.description}; {where}/"
         acting = acting_on_host(self.config) if self.config.option.verbose > 0 else []
         return [line, f"nsa: on the host only: {', '.join(acting)}"] if acting else [line]
 

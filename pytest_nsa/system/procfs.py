@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -279,3 +280,25 @@ def _mib(field: bytes) -> float | None:
     finally:
         os.close(fd)
     return round(int(rest.split(None, 1)[0]) / 1024, 1) if found else None
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+def count_oom_kills() -> int:
+    """Return how many processes of this one's control group the kernel has ended for memory; 0 where it does not count them."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return 0
+    total = 0
+    for _, controllers, path in groups:
+        files = {"": f"{path}/memory.events", "memory": f"memory{path}/memory.oom_control"}
+        if controllers in files:
+            try:
+                text = (_CGROUPS / files[controllers].lstrip("/")).read_text()
+            except OSError:
+                continue
+            total += sum(map(int, _OOM_KILLS.findall(text)))
+    return total

@@ -251,6 +251,19 @@ def calls_what_one_rank_has_registered(rank: int, call: Call) -> None:
         events.fire()
 
 
+def begins_a_call_that_fails(rank: int, call: Call) -> None:
+    def wait() -> None:
+        call("barrier")
+        raise RuntimeError("closed by another rank")
+
+    call("all_reduce")
+    try:
+        if rank == 0:  # HERE
+            wait()
+    except RuntimeError:
+        return
+
+
 def saves_on_one_rank(rank: int, call: Call) -> None:
     def full_state() -> None:
         call("all_gather")

@@ -124,7 +124,11 @@ def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_
 
 @pytest.mark.parametrize(
     ("name", "ranks", "text"),
-    [("saves_on_one_rank", {0}, "begins all_gather"), ("raises_where_others_call", {2}, "raises ValueError: no room")],
+    [
+        ("saves_on_one_rank", {0}, "begins all_gather"),
+        ("begins_a_call_that_fails", {0}, "begins barrier"),
+        ("raises_where_others_call", {2}, "raises ValueError: no room"),
+    ],
 )
 def test_what_ranks_did_next(name: str, ranks: set[int], text: str, tmp_path: Path) -> None:
     found = first_of(name, tmp_path)

@@ -365,3 +365,71 @@ def test_reduces(group):
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "transport_stuck", (0, 1))
     assert "test_example.py:14" in verdict.where
     assert "bytes unsent" in verdict.explanation
+
+
+SENDERS = """
+@world_size(2)
+def test_by_itself(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+@world_size(2)
+def test_by_another_rank(group):
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if group.rank == 0:
+        os.kill(pids[1], 0)
+        os.kill(pids[1], signal.SIGTERM)
+    dist.barrier()
+
+@world_size(2)
+def test_by_a_process(group):
+    if group.rank == 1:
+        subprocess.run(["kill", "-KILL", str(os.getpid())])
+    dist.barrier()
+"""
+FILLS_MEMORY = """
+from pytest_nsa import world_size
+
+@world_size(2)
+def test_fills_memory(group):
+    if group.rank == 1:
+        [b"x" * (64 << 20) for _ in range(64)]
+"""
+
+
+def test_the_sender_of_a_signal(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "import signal, subprocess\n" + SENDERS, "-o", "ranks_rerun=off")
+    assert {name: (v.cause, v.ranks) for name, v in result.verdicts.items()} == dict.fromkeys(
+        ("test_by_itself", "test_by_another_rank", "test_by_a_process"), ("rank_died", (1,))
+    )
+    assert {name: v.reason.partition("SIG")[2] for name, v in result.verdicts.items()} == {
+        "test_by_itself": "KILL, sent by itself",
+        "test_by_another_rank": "TERM, sent by rank 0",
+        "test_by_a_process": "KILL",
+    }
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """Yield the folder of a control group with 1,500 MiB, below this process's."""
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    found = next((path for _, controllers, path in groups if controllers == "memory"), None)
+    folder = Path(f"/sys/fs/cgroup/memory{found}/nsa_little_memory_{os.getpid()}")
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(1500 << 20))
+    except OSError as error:
+        pytest.skip(f"needs control groups of version 1 that it may make: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def test_the_kernel_ends_a_rank_for_memory(pytester: pytest.Pytester, little_memory: Path) -> None:
+    pytester.makepyfile(FILLS_MEMORY)
+    command = f"echo $$ > {little_memory}/cgroup.procs; exec {sys.executable} -m pytest -p no:cacheprovider -o ranks_rerun=off"
+    done = subprocess.run(["sh", "-c", command], cwd=pytester.path, timeout=120, check=False)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    (verdict,) = read_lines(pytester.path / "artifacts" / "latest" / "verdicts.jsonl")
+    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("FAIL", "oom", [1])

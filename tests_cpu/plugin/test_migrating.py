@@ -1,15 +1,101 @@
-"""docs/migrating.md: what its recipes do with suites that start their own processes, without a change of their tests."""
+"""The adapters: suites that start their own processes run on ranks, without a change of their tests."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 
 from pytest_nsa.testing import run_example
 
-ROOT = Path(__file__).resolve().parents[2]
+SPAWN = """
+import torch.multiprocessing as mp
+from torch.multiprocessing import spawn
+
+def form(rank, n, path): dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=n)
+
+def reduces(rank, n, path):
+    form(rank, n, path)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == n
+
+def raises(rank, n, path):
+    form(rank, n, path)
+    if rank == 1:
+        raise ValueError("wrong data")
+    dist.barrier()
+
+def waits(rank, n, path):
+    form(rank, n, path)
+    if rank == 0:
+        dist.barrier()
+
+def notes(rank, path):
+    assert os.environ["NOTE"] == "set by the test"
+    open(f"{path}/{rank}", "w").write(os.getcwd())
+
+def stores(rank, found): found[rank] = rank
+
+def puts(rank, queue): queue.put(rank)
+
+def adds(rank, value): value += rank
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_reduces(n, tmp_path): mp.spawn(reduces, args=(n, tmp_path / "store"), nprocs=n)
+
+def test_by_its_name(tmp_path): spawn(reduces, (2, tmp_path / "store"), 2)
+
+def test_expects(tmp_path):
+    with pytest.raises(mp.ProcessRaisedException, match="ValueError: wrong data") as error:
+        mp.start_processes(raises, (2, tmp_path / "store"), 2, start_method="fork")
+    assert error.value.error_index == 1
+
+def test_fails(tmp_path): mp.spawn(raises, (2, tmp_path / "store"), 2)
+
+def test_waits(tmp_path): mp.spawn(waits, (2, tmp_path / "store"), 2)
+
+def test_sees_variables_and_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTE", "set by the test")
+    monkeypatch.chdir(tmp_path)
+    mp.spawn(notes, (tmp_path,), 2)
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == [str(tmp_path)] * 2
+
+def test_a_tensor_is_shared(tmp_path):
+    value = torch.zeros(1)
+    mp.spawn(adds, (value,), 2)
+    assert value.item() == 1
+
+def test_a_manager(tmp_path):
+    with mp.Manager() as manager:
+        found = manager.dict()
+        mp.spawn(stores, (found,), 2)
+        assert dict(found) == {0: 0, 1: 1}
+
+def test_a_queue(tmp_path):
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(puts, (queue,), 2)
+    assert {queue.get(), queue.get()} == {0, 1}
+
+def test_a_tensor_is_copied(tmp_path):
+    value = torch.zeros(1)
+    mp.start_processes(adds, (value,), 2, start_method="fork")
+    assert value.item() == 0
+
+def test_without_processes(): assert "RANK" not in os.environ
+
+@world_size(2)
+def test_on_ranks(group): dist.barrier()
+"""
+
+
+def test_processes_of_torch_multiprocessing(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, SPAWN, "-p", "pytest_nsa.adapters.spawn", "-o", "ranks_hang_after=1.5")
+    assert result.outcomes == {"passed": 11, "failed": 2}, result.stdout
+    assert {name: v.ranks for name, v in result.verdicts.items() if v.failed} == {
+        "test_fails": (1,),
+        "test_waits": (0,),
+    }
+    assert "in waits" in result.verdicts["test_waits"].where
+
 
 # As torchsnapshot's: torch's launcher starts processes that import the test's module, and call the function below the decorator.
 LAUNCHER = """
@@ -29,11 +115,10 @@ def run_with_pet(nproc):
             pet.elastic_launch(config, entrypoint=_entry)(function.__module__, function.__name__, args)
         return wrapper
     return decorate
-
-run_with_pet_async = None
 """
 LAUNCHED = """
-from their_project.testing import run_with_pet, run_with_pet_async
+import torch.distributed.launcher as pet
+from their_project.testing import run_with_pet
 
 def names():
     return {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")}
@@ -51,13 +136,12 @@ def test_hangs():
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
-"""
-COROUTINE = """
-@run_with_pet_async(nproc=2)
-async def test_coroutine():
-    import asyncio
-    dist.init_process_group("gloo")
-    await asyncio.to_thread(dist.barrier)
+
+def doubled(value): return int(os.environ["RANK"]), 2 * value
+
+def test_returns():
+    config = pet.LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_endpoint="localhost:0")
+    assert pet.elastic_launch(config, doubled)(4) == {0: (0, 8), 1: (1, 8)}
 """
 # As DeepSpeed's: a class with a number; a hook of its conftest.py starts the processes.
 DEEPSPEED = {
@@ -88,37 +172,83 @@ DEEPSPEED_TESTS = """
 from common import DistributedTest
 
 class TestTwo(DistributedTest):
-    def test_sum(self):
+    def test_sum(self):  # on ranks
         value = torch.ones(1)
         dist.all_reduce(value)
         assert value.item() == 2
 
     @pytest.mark.world_size(1)
-    def test_override(self): assert dist.get_world_size() == 1
+    def test_override(self): assert dist.get_world_size() == 1  # on ranks
 
 class TestSeveral(DistributedTest):
     world_size = [1, 3]
+    # on ranks # on ranks
     def test_size(self): assert os.environ["LOCAL_SIZE"] == str(dist.get_world_size())
 
 class TestByItself(DistributedTest):
     init_distributed = False
-    def test_no_group(self): assert not dist.is_initialized()
+    def test_no_group(self): assert not dist.is_initialized()  # on ranks
 
 def test_plain(): assert "RANK" not in os.environ
 """
 
+# As mosaicml-streaming's: a mark has the number; all processes have LOCAL_RANK 0.
+STREAMING = {
+    "common.py": """
+class DistributedTest:
+    world_size, is_dist_test = 1, True
+    def _run_test(self, request): raise AssertionError("starts processes")
+""",
+    "conftest.py": DEEPSPEED["conftest.py"].replace("item.cls()(item._request)", "item.cls()._run_test(item._request)"),
+}
+STREAMING_TESTS = """
+from common import DistributedTest
+
+class TestTwo(DistributedTest):
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("scale", [1, 3])
+    def test_sum(self, scale):  # on ranks # on ranks
+        value = torch.full((1,), float(scale))
+        dist.all_reduce(value)
+        assert value.item() == 2 * scale
+        assert os.environ["LOCAL_RANK"] == "0"
+
+    def test_one(self): assert dist.get_world_size() == 1  # on ranks
+
+    @pytest.mark.world_size(2)
+    def test_skips(self): pytest.skip("not here")  # on ranks
+"""
+MONAI = {
+    "tests/__init__.py": "",
+    "tests/test_utils.py": """
+class DistCall:
+    def __init__(self, nnodes=1, nproc_per_node=1):
+        self.nnodes, self.nproc_per_node, self.backend = nnodes, nproc_per_node, "gloo"
+
+    def __call__(self, test): raise AssertionError("starts processes")
+""",
+}
+MONAI_TESTS = """
+import unittest
+from tests.test_utils import DistCall
+
+class TestIt(unittest.TestCase):
+    @DistCall(nnodes=1, nproc_per_node=2)
+    def test_sum(self):  # on ranks
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        self.assertEqual(value.item(), 2)
+
+    @DistCall(nproc_per_node=2)
+    def test_fails(self): self.assertEqual(dist.get_rank(), 0)  # on ranks
+
+    def test_plain(self): self.assertNotIn("RANK", os.environ)
+"""
+
 
 def test_a_decorator_of_torch_s_launcher(pytester: pytest.Pytester) -> None:
-    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    recipe, for_coroutines = re.findall(
-        r"```python\n(.*?)```", page.partition("## torch.distributed.launcher")[2], re.S
-    )[:2]
     pytester.mkpydir("their_project").joinpath("testing.py").write_text(LAUNCHER)
-    pytester.makeconftest(
-        f"import asyncio, functools\n{recipe}\n{for_coroutines}\n"
-        "their_project.testing.run_with_pet_async = run_on_ranks_async\n"
-    )
-    result = run_example(pytester, LAUNCHED + COROUTINE)
+    result = run_example(pytester, LAUNCHED, "-p", "pytest_nsa.adapters.elastic")
     assert result.outcomes == {"passed": 2, "failed": 1}, result.stdout
     verdict = result.verdicts["test_hangs"]
     assert verdict.ranks == (0,)
@@ -130,6 +260,9 @@ COPIED = """
 import unittest
 
 class MultiProcessTestCase(unittest.TestCase):
+    @property
+    def world_size(self): return 2
+
     def __init__(self, name="runTest"):
         super().__init__(name)
         if name != "runTest":
@@ -168,25 +301,40 @@ class TestDerived(TestReduces):
 """
 
 
-def test_a_copy_of_torch_s_base_by_a_conftest(pytester: pytest.Pytester) -> None:
-    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    (recipe,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "__bases__" in text]
+def test_a_copy_of_torch_s_base(pytester: pytest.Pytester) -> None:
     pytester.mkpydir("their_project").joinpath("testing.py").write_text(COPIED)
-    pytester.makeconftest(recipe)
-    result = run_example(pytester, CASES)
+    result = run_example(pytester, CASES, "-p", "pytest_nsa.adapters.multiprocess_test_case")
     assert result.outcomes == {"passed": 2, "failed": 1}, result.stdout
     verdict = result.verdicts["TestDerived::test_fails_on_one"]
     assert (verdict.cause, verdict.ranks) == ("assertion", (1,))
 
 
-def test_deepspeed_s_classes(pytester: pytest.Pytester) -> None:
-    """By the plugin that runs DeepSpeed's own suite, on classes of its form."""
-    for name, text in DEEPSPEED.items():
+def test_a_base_without_a_number_of_ranks_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.mkpydir("their_project").joinpath("testing.py").write_text(COPIED.replace("world_size", "size"))
+    result = run_example(pytester, CASES, "-p", "pytest_nsa.adapters.multiprocess_test_case")
+    assert "TestReduces: has no world_size before setUp: mark it world_size(n)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("adapter", "files", "tests", "outcomes"),
+    [
+        ("deepspeed", DEEPSPEED, DEEPSPEED_TESTS, {"passed": 6}),
+        ("streaming", STREAMING, STREAMING_TESTS, {"passed": 3, "skipped": 1}),
+        ("monai", MONAI, MONAI_TESTS, {"passed": 2, "failed": 1}),
+    ],
+)
+def test_a_project_s_decorator_or_class(
+    adapter: str, files: dict[str, str], tests: str, outcomes: dict[str, int], pytester: pytest.Pytester
+) -> None:
+    for name, text in files.items():
         path = pytester.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    plugin = ROOT / "benchmarks" / "clients" / "deepspeed_on_ranks.py"
-    (pytester.path / plugin.name).write_text(plugin.read_text(encoding="utf-8"))
-    result = run_example(pytester, DEEPSPEED_TESTS, "-p", "deepspeed_on_ranks")
-    assert result.outcomes == {"passed": 6}, result.stdout
-    assert len(re.findall(r"5 of 6 tests on ranks", result.stdout)) == 1
+    result = run_example(pytester, tests, "-p", f"pytest_nsa.adapters.{adapter}")
+    assert result.outcomes == outcomes, result.stdout
+    assert len(result.verdicts) == tests.count("# on ranks")
+
+
+def test_the_adapter_of_monai_outside_of_its_repository(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "", "-p", "pytest_nsa.adapters.monai")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR

@@ -31,7 +31,7 @@ from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
 TRAINING = """
-import atexit, os, signal, sys, time
+import atexit, os, queue, signal, sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
 
@@ -47,8 +47,12 @@ for step in range(200):
     if step == 20 and sys.argv[1] == "crossed": dist.recv(torch.ones(1), 1 - rank)
     model(torch.randn(4, 8)).sum().backward()
 dist.destroy_process_group()
-atexit._run_exitfuncs()
-os._exit(0)  # past C++'s destructors: torch 2.13 itself ends every fifth such program there by SIGABRT on a busy machine
+def consume(items): items.get()
+if sys.argv[1] == "leaves a thread" and rank == 1:
+    threading.Thread(target=consume, args=(queue.Queue(),)).start()
+else:
+    atexit._run_exitfuncs()
+    os._exit(0)  # past C++'s destructors: torch 2.13 itself ends every fifth such program there by SIGABRT on a busy machine
 """
 
 
@@ -99,15 +103,19 @@ def run(warm: WarmPython, folder: Path) -> Run:
     return lambda *arguments: warm.call("-m", "pytest_nsa", *arguments, cwd=folder, timeout=60)
 
 
-def wait_for_steps(folder: Path, steps: int) -> None:
-    """Wait until both ranks' heartbeats have recorded so many steps."""
+def wait_for_files(folder: Path, are_right: Callable[[list[Path]], bool]) -> None:
+    """Wait until the files of the ranks' heartbeats are right."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        files = list((folder / "run").glob("heartbeat_rank*.jsonl"))
-        if len(files) == 2 and all(f'"step": {steps}' in f.read_text() for f in files):
+        if are_right(list((folder / "run").glob("heartbeat_rank*.jsonl"))):
             return
         time.sleep(0.1)
-    raise AssertionError("the training did not reach the step within 60 s")
+    raise AssertionError("the training did not come so far within 60 s")
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    """Wait until both ranks' heartbeats have recorded so many steps."""
+    wait_for_files(folder, lambda files: len(files) == 2 and all(f'"step": {steps}' in f.read_text() for f in files))
 
 
 def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start: object) -> None:
@@ -133,6 +141,18 @@ def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start
     told = run("diagnose", "run", "--json")
     verdict = json.loads(told.stdout)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
+
+
+def test_a_thread_that_a_program_left_is_named(folder: Path, start: object) -> None:
+    start("leaves a thread")  # type: ignore[operator]
+    wait_for_files(folder, lambda files: len(files) == 2)
+    watcher, deadline = Watcher(folder / "run"), time.monotonic() + 60
+    while watcher.finding is None and time.monotonic() < deadline:
+        watcher.look()
+        time.sleep(0.1)
+    assert watcher.finding is not None
+    assert (watcher.finding.cause, watcher.finding.ranks) == ("lock_deadlock", (1,))
+    assert watcher.finding.where.endswith(" in consume")
 
 
 def test_ranks_that_wait_for_each_other_are_asked_for_their_counters(folder: Path, start: object) -> None:

@@ -85,7 +85,7 @@ class FlowRecorder:
 
     def start(self) -> None:
         """Record from now on, in this thread and in all that are started later."""
-        self._thread.number = next(self._threads)  # 0, whatever thread is started meanwhile
+        self._thread.number = next(self._threads)  # 0, also where another thread starts first
         self._tool = _Monitoring(self) if hasattr(sys, "monitoring") else _Settrace(self)
         self._tool.start()
         self._adopt(sys._getframe(1))

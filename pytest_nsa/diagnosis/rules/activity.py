@@ -72,7 +72,7 @@ MOST_FRAMES = 100  # of a stack, in dumps by faulthandler and by the rank itself
 def find_activity(rank: RankEvidence) -> Activity | None:
     """Return what a rank is blocked in; None where no evidence shows it."""
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
-        _stopped, _compiling, _importing,
+        _stopped, _left_thread, _compiling, _importing,
         _loader, _failed_child, _child, _pool, _device, _gil_held, _meets, _file_lock, _polled_file,
         _asyncio, _polled_lock, _sleeping, _busy, _blocked_child, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
@@ -102,6 +102,16 @@ def _stopped(rank: RankEvidence) -> Activity | None:
     state = rank.process.get("state", "?")
     text = f"is stopped (state {state}): SIGSTOP or a debugger"
     return Activity("rank_stopped", text, 0.95) if state in ("T", "t") else None
+
+
+def _left_thread(rank: RankEvidence) -> Activity | None:
+    """Find that the interpreter waits for a thread before it exits."""
+    main = next((t for t in rank.threads if t.is_main), None)
+    if main is None or not any(f.function == "_shutdown" and f.file.endswith("/threading.py") for f in main.frames):
+        return None
+    frames = (t.user_frame for t in rank.threads if not t.is_main)
+    where = next((frame.describe() for frame in frames if frame is not None), "")
+    return Activity("lock_deadlock", "has ended its program, and waits for a thread that is no daemon", 0.9, where)
 
 
 def _compiling(rank: RankEvidence) -> Activity | None:

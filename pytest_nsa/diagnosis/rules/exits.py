@@ -136,13 +136,32 @@ def rank_died(evidence: Evidence) -> Finding | None:
     ago = (
         f"; it was last seen at {board.line}, {max(0.0, rank.exit_time - seen):.2f} s before" if board and seen else ""
     )
-    reason = f"rank {rank.rank} was ended by {name}{at}{ago}"
+    sender = _find_sender(evidence, rank)
+    reason = f"rank {rank.rank} was ended by {name}{sender}{at}{ago}"
     if rank.abort_message:
         reason += f": {rank.abort_message[:200]}"
     found = make_finding(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
+    if sender:
+        return replace(found, advice="take out the line that sends the signal, or let the test expect it")
+    if rank.oom_kills:
+        reason = f"rank {rank.rank} was ended by {name}, as its control group has no memory left{at}{ago}"
+        return make_finding(evidence, "oom", [rank], reason, 0.95, facts=(exit_fact(rank),))
     if rank.signal not in _OF_A_CRASH:
         return found
     return replace(found, advice=_OF_CRASHES + _ALSO_OF.get(signal.Signals(rank.signal), ""))
+
+
+def _find_sender(evidence: Evidence, rank: RankEvidence) -> str:
+    """Return which rank sent the signal that ended a rank, and where another one did; '' where none did."""
+    for other in evidence.ranks:
+        for pid, number, where in other.signals_sent:
+            if (pid, number) == (rank.pid, rank.signal):
+                return (
+                    ", sent by itself"
+                    if other is rank
+                    else f", sent by rank {other.rank}; it sent the signal at {where}"
+                )
+    return ""
 
 
 def deaths(evidence: Evidence) -> list[RankEvidence]:

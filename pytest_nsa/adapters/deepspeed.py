@@ -1,4 +1,4 @@
-"""A plugin for DeepSpeed's own tests (``-p deepspeed_on_ranks``): a DistributedTest runs on ranks. Nothing of DeepSpeed changes.
+"""`-p pytest_nsa.adapters.deepspeed`: a DistributedTest of DeepSpeed runs on ranks.
 
 Its conftest.py starts processes for a class with `is_dist_test`; here that is false, and the class has our mark. A list in
 `world_size` makes a test for each number.
@@ -6,8 +6,8 @@ Its conftest.py starts processes for a class with `is_dist_test`; here that is f
 
 from __future__ import annotations
 
-import inspect
 import os
+from typing import Any
 
 import pytest
 
@@ -15,15 +15,17 @@ from pytest_nsa import world_size
 
 
 def pytest_pycollect_makeitem(name: str, obj: object) -> None:
-    if inspect.isclass(obj) and name.startswith("Test") and getattr(obj, "is_dist_test", False):
-        sizes = obj.world_size if isinstance(obj.world_size, list) else [obj.world_size]
-        world_size(*sizes, group=None)(obj)
-        obj.is_dist_test, obj.is_on_ranks = False, True
+    """Mark a class that is a DistributedTest."""
+    if isinstance(obj, type) and name.startswith("Test") and getattr(obj, "is_dist_test", False):
+        case: Any = obj
+        sizes = case.world_size if isinstance(case.world_size, list) else [case.world_size]
+        world_size(*sizes, group=None)(case)
+        case.is_dist_test, case.is_on_ranks = False, True
 
 
 @pytest.fixture(autouse=True)
 def deepspeed_s_group(request: pytest.FixtureRequest) -> None:
-    """What its processes do before a test."""
+    """Do what its processes do before a test."""
     if not getattr(request.cls, "is_on_ranks", False):
         return
     import deepspeed
