@@ -236,8 +236,7 @@ class RankRunner:
             return f"{within}/bisect-{safe_name(tried.label)}"
         if scenario := get_scenario(item, None):
             return scenario
-        given = masking.text(self.extensions.find_name(item))
-        return safe_name(given or self.shown_id(item.session, plain_nodeid(item.nodeid)))
+        return safe_name(self.shown_id(item.session, plain_nodeid(item.nodeid)))
 
     def _prepare(
         self,
