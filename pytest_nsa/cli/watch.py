@@ -22,10 +22,10 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.finders import launched_ranks
 from pytest_nsa.observe.observer import Observer
+from pytest_nsa.observe.second_look import dump_by_py_spy, find_py_spy
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_verdict
 from pytest_nsa.report.terminal import number_ranks
-from pytest_nsa.system import py_spy
 
 Status = dict[str, Any]  # what `Watcher.to_json` returns
 
@@ -278,8 +278,8 @@ def show_stacks(pid: int) -> int:
     """Print py-spy's stacks of the ranks of a job that leaves no evidence. Return 0, or 2 if the process is no rank."""
     ranks = launched_ranks(pid)
     for rank, of in ranks.items():
-        text, why_not = py_spy.dump(of, limit_s=DUMP_S)
-        if not text and not py_spy.program():
+        text, why_not = dump_by_py_spy(of, limit_s=DUMP_S)
+        if not text and not find_py_spy():
             why_not += ": without it no stack is known (pip install py-spy)"
         print(
             visible(f"rank {rank}  pid {of}"), *(visible(line) for line in (text or why_not).splitlines()), "", sep="\n"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from time import CLOCK_MONOTONIC, clock_gettime, sleep
@@ -11,12 +14,34 @@ from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
 from pytest_nsa.observe.host_log import note
-from pytest_nsa.system import py_spy
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.procfs import catches, difference, is_runnable, list_children, look_at
 from pytest_nsa.system.sockets import socket_queues
 from pytest_nsa.wire.files import append, read_text, touch, write_atomically
 from pytest_nsa.wire.messages import DUMP_SIGNAL
+
+
+def find_py_spy() -> str | None:
+    """Return the path of py-spy: from PATH, or in the folder of this interpreter (its environment need not be activated)."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+
+
+def dump_by_py_spy(pid: int, *options: str, limit_s: float) -> tuple[str, str]:
+    """Return (output of ``py-spy dump``, '') for a process of this user, which it pauses for a moment; or ('', reason)."""
+    tool = find_py_spy()
+    if tool is None:
+        return "", "py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [tool, "dump", *options, "--pid", str(pid)], text=True, capture_output=True, timeout=limit_s, check=False
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return "", f"py-spy gave nothing: {type(error).__name__}"
+    if done.returncode or not done.stdout:
+        output = "; ".join(done.stderr.strip().splitlines())[:200]
+        return "", f"py-spy could not look: {output or 'no reason given'}"
+    return done.stdout, ""
+
 
 LIMIT_S = 8.0  # symbols of a large library take seconds
 MOST_RANKS = 4  # a dump takes about two seconds
@@ -43,7 +68,7 @@ def dump_where_useful(
 
 def dump_native(pid: int, path: Path) -> str:
     """Write py-spy's dump of a process of this user to ``path``; returns '' or the reason for its absence."""
-    text, why_not = py_spy.dump(pid, "--native", limit_s=LIMIT_S)
+    text, why_not = dump_by_py_spy(pid, "--native", limit_s=LIMIT_S)
     if not text:
         return why_not
     try:

@@ -291,14 +291,12 @@ class ChildSession(RankedSession):
     def register(self) -> None:
         """Register what takes the place of the test loop."""
         self.register_hang_lines()
-        if self.settings.zygote_fd is not None:
-            from pytest_nsa.spawn.zygote import ServeSession
+        from pytest_nsa.spawn.zygote import ColdSession, ServeSession  # other processes do without
 
+        if self.settings.zygote_fd is not None:
             serve = ServeSession(self.settings.zygote_fd, self.settings.listener_fd)
             self.config.pluginmanager.register(serve, "nsa-zygote")
         elif self.settings.cold_job is not None:
-            from pytest_nsa.spawn.zygote import ColdSession
-
             self.config.pluginmanager.register(ColdSession(self.settings.cold_job), "nsa-cold")
 
     def wants_ranks(self, session: pytest.Session) -> bool:

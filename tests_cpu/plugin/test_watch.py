@@ -26,7 +26,7 @@ from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.observe import observer
-from pytest_nsa.system import py_spy
+from pytest_nsa.observe.second_look import dump_by_py_spy
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -352,7 +352,7 @@ def test_ranks_are_found_by_their_variables(
     for number, rank in enumerate(unaided):
         assert f"rank {number}  pid {rank.pid}\n" in out
     assert "NSA_TRACE_DIR" in out
-    if py_spy.dump(unaided[0].pid, limit_s=60)[0]:
+    if dump_by_py_spy(unaided[0].pid, limit_s=60)[0]:
         assert out.count("save (") == 2
     else:
         assert "py-spy" in out
