@@ -78,7 +78,7 @@ class Declared:
 
 def options() -> list[str]:
     """A table of the options, and of the ini values."""
-    from pytest_nsa.options import add_options
+    from pytest_nsa.settings import add_options
 
     declared = Declared()
     add_options(declared)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ from pytest_nsa.marks import (
 if TYPE_CHECKING:
     from pytest_nsa.cases import OnRanks
     from pytest_nsa.diagnosis.verdict import Verdict
-    from pytest_nsa.session.outcome import Outcome
+    from pytest_nsa.session.launch import Outcome
 
 __all__ = [
     "LayerRange",
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 _LATE = {
-    "OnRanks": "pytest_nsa.cases", "Outcome": "pytest_nsa.session.outcome", "Verdict": "pytest_nsa.diagnosis.verdict",
+    "OnRanks": "pytest_nsa.cases", "Outcome": "pytest_nsa.session.launch", "Verdict": "pytest_nsa.diagnosis.verdict",
 }  # fmt: skip
 
 

@@ -73,11 +73,3 @@ def pytest_nsa_wrap_model(
 
     Called in a rank; ``options`` are those that the test gave.
     """
-
-
-@pytest.hookspec(firstresult=True)
-def pytest_nsa_artifact_name(item: pytest.Item) -> str | None:
-    """Return the name of a test's folder of evidence; None for its id.
-
-    What a path cannot hold is replaced; equal names are numbered.
-    """

@@ -141,11 +141,6 @@ def reuse_scope(item: pytest.Item) -> str:
     return next((node.nodeid for node, _ in item.iter_markers_with_node("reuse")), "")
 
 
-def has_fresh_group(item: pytest.Item) -> bool:
-    """Whether ranks that the test shares make a new group for it."""
-    return bool(option(item, "reuse", "group", "kept") == "fresh")
-
-
 def value(item: pytest.Item, name: str, default: Any = None) -> Any:
     """The first argument of the closest mark ``name``, or ``default``."""
     mark = item.get_closest_marker(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,17 @@ reuse: pytest.MarkDecorator = _made("reuse")
 hash_seeds: pytest.MarkDecorator = _made("hash_seeds")
 
 
+def _must(is_right: Callable[[pytest.Mark], bool], form: str) -> Callable[[pytest.Mark], str | None]:
+    """Return the check of a mark that has to have a form where its arguments are not right."""
+    return lambda mark: None if is_right(mark) else form
+
+
+def _is_scenario(mark: pytest.Mark) -> bool:
+    name, reads_as = (*mark.args, "")[0], mark.kwargs.get("reads_as", "")
+    is_name = isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*", name) is not None
+    return is_name and len(mark.args) == 1 and isinstance(reads_as, str) and not mark.kwargs.keys() - {"reads_as"}
+
+
 def _check_mark_choice(
     mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False
 ) -> str | None:
@@ -179,19 +191,6 @@ def _check_cores(mark: pytest.Mark) -> str | None:
     if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
         return "takes one whole number of cores, 1 or more, as in cores(1)"
     return f"this machine lends {available} cores" if mark.args[0] > available else None
-
-
-def _check_hash_seeds(mark: pytest.Mark) -> str | None:
-    if mark.kwargs or any(type(seed) is not int or not 0 <= seed < 1 << 32 for seed in mark.args):
-        return (
-            "takes a whole number from 0 to 4294967295 for each rank, as in hash_seeds(3, 14), or none: they are drawn"
-        )
-    return None
-
-
-def _check_rerun(mark: pytest.Mark) -> str | None:
-    is_right = not mark.kwargs and len(mark.args) == 1 and type(mark.args[0]) is bool
-    return None if is_right else "takes True or False, as in rerun(False)"
 
 
 def _check_rank_env(mark: pytest.Mark) -> str | None:
@@ -229,29 +228,6 @@ def _check_gc_range(mark: pytest.Mark) -> str | None:
     return None
 
 
-def _check_scenario(mark: pytest.Mark) -> str | None:
-    name = mark.args[0] if len(mark.args) == 1 and not mark.kwargs.keys() - {"reads_as"} else None
-    if (
-        not isinstance(name, str)
-        or not isinstance(mark.kwargs.get("reads_as", ""), str)
-        or not name
-        or not all(c.isalnum() or c in "_-." for c in name)
-        or name.startswith(".")
-    ):
-        return "takes one name of letters, digits, '_', '-' and '.', as in scenario('ddp_static_graph')"
-    return None
-
-
-def _check_reuse(mark: pytest.Mark) -> str | None:
-    if mark.args or mark.kwargs not in ({}, {"group": "kept"}, {"group": "fresh"}):
-        return "takes group='kept' or group='fresh', as in reuse or reuse(group='fresh')"
-    return None
-
-
-def _check_bare(mark: pytest.Mark) -> str | None:
-    return f"takes no argument, as in @pytest.mark.{mark.name}" if mark.args or mark.kwargs else None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarkRule:
     """A mark as ``--markers`` shows it, its check (None: fine), and the fixture without which it does nothing."""
@@ -280,7 +256,8 @@ def _taking_arguments(
 
 
 def _bare(name: str, text: str) -> MarkRule:
-    return MarkRule(name=name, form="", text=text, check=_check_bare)
+    check = _must(lambda m: not (m.args or m.kwargs), f"takes no argument, as in @pytest.mark.{name}")
+    return MarkRule(name=name, form="", text=text, check=check)
 
 
 _RULES = (
@@ -318,9 +295,18 @@ _RULES = (
             "that depends on the order of a set shows then: forked ranks all have one order. Without seeds they are drawn, and a "
             "failure prints them; hash_seeds(3, 14) gives rank 0 and rank 1 these. It costs the seconds of an import of torch."
         ),
-        check=_check_hash_seeds,
+        check=_must(
+            lambda m: not m.kwargs and all(type(seed) is int and 0 <= seed < 1 << 32 for seed in m.args),
+            "takes a whole number from 0 to 4294967295 for each rank, as in hash_seeds(3, 14), or none: they are drawn",
+        ),
     ),
-    _taking_arguments(rerun, _check_rerun),
+    _taking_arguments(
+        rerun,
+        _must(
+            lambda m: not m.kwargs and len(m.args) == 1 and type(m.args[0]) is bool,
+            "takes True or False, as in rerun(False)",
+        ),
+    ),
     _taking_arguments(rank_env, _check_rank_env),
     MarkRule(
         name="reuse",
@@ -329,9 +315,15 @@ _RULES = (
             "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these. "
             "group='fresh': they share their ranks, and each test has its own group."
         ),
-        check=_check_reuse,
+        check=_must(
+            lambda m: not m.args and m.kwargs in ({}, {"group": "kept"}, {"group": "fresh"}),
+            "takes group='kept' or group='fresh', as in reuse or reuse(group='fresh')",
+        ),
     ),
-    _taking_arguments(scenario, _check_scenario),
+    _taking_arguments(
+        scenario,
+        _must(_is_scenario, "takes one name of letters, digits, '_', '-' and '.', as in scenario('ddp_static_graph')"),
+    ),
     _taking_arguments(
         fails_as, lambda m: _check_mark_choice(m, tuple(CAUSES), "fails_as('lock_deadlock')", single=True)
     ),

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_nsa import hookspecs, marked, marks, options
+from pytest_nsa import hookspecs, marked, marks
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, is_active, rank_tmp_path, trace
-from pytest_nsa.settings import is_child_process, is_launched
+from pytest_nsa.settings import add_options, is_child_process, is_launched
 
 if TYPE_CHECKING:
-    from pytest_nsa.diagnosis.decision import Decision
     from pytest_nsa.session.launch import Launch
 
 # Fixtures are found by name in a plugin's module.
@@ -71,15 +70,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_nsa_decide(verdicts: Any) -> Decision:
-    from pytest_nsa.diagnosis.decision import decide
-
-    return decide(verdicts)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    options.add_options(parser)
+    add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)

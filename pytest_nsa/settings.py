@@ -1,9 +1,11 @@
-"""Values of options, ini and environment, resolved once into `Settings`."""
+"""Options and ini values as pytest declares them, and their values and the environment's, resolved once into `Settings`."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +13,127 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.options import DESCENDANTS, RERUNS, UNMARKED
 from pytest_nsa.wire.messages import FIXED_VARIABLES
+
+LAUNCHES = ("auto", "fork", "clean", "cold")
+DESCENDANTS = ("off", "report")
+RERUNS = ("auto", "off", "all")
+# What --ranks-bisect-env tries where nothing else is named: variables that a library reads as a group forms or a GPU is first used.
+MITIGATIONS = (
+    "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1", "NCCL_NVLS_ENABLE=0", "TORCH_NCCL_BLOCKING_WAIT=1",
+    "CUDA_LAUNCH_BLOCKING=1",
+)  # fmt: skip
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare options and ini values."""
+    group = parser.getgroup("nsa", "tests on ranks (pytest-nsa)")
+
+    def option(name: str, help: str, **attributes: Any) -> None:
+        """Declare ``--ranks-NAME``; its value is ``config.option.nsa_NAME``."""
+        group.addoption(f"--ranks-{name}", dest=f"nsa_{name.replace('-', '_')}", help=help, **attributes)
+
+    option("artifacts", "Folder for evidence and reports (default: ini artifacts_dir)", metavar="DIR")
+    option(
+        "launch",
+        "Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter per rank (default: auto)",
+        choices=LAUNCHES, default="auto",
+    )  # fmt: skip
+    option("fsdp-version", "The FSDP version that the fixture fsdp uses (default: 2)", choices=("1", "2"), default="2")
+    option(
+        "keep",
+        "The tests that keep their folders of evidence (default: failed)",
+        choices=("failed", "all"),
+        default="failed",
+    )
+    option(
+        "descendants",
+        "Diagnose ranks that tests start by themselves: report at the test's time limit, at an interrupt and at the end of the "
+        "session (default: ini ranks_descendants)",
+        choices=DESCENDANTS,
+    )
+    option(
+        "rerun",
+        "Run a failed test once more, to find the statement at which its ranks parted: auto, of the first five (default: ini "
+        "ranks_rerun)",
+        choices=RERUNS,
+    )
+    option(
+        "verbose",
+        "Show with a failure all its statements, and the terms that chose its explanation, with their weights",
+        action="store_true",
+    )
+    option(
+        "bisect",
+        "Run a failed test again with each of these values of its parameter NAME, and name those with which it fails. Without "
+        "values: branch tries each branch alone, gc_range halves of the layers",
+        action="append", default=[], metavar="NAME[=A,B,...]",
+    )  # fmt: skip
+    option(
+        "bisect-env",
+        "Run a failed test again with these variables set in its ranks, and name the fewest that make it pass "
+        "(default: ini ranks_bisect_env)",
+        nargs="?", const="", metavar="NAME=VALUE,...",
+    )  # fmt: skip
+    option(
+        "pdb-rank",
+        "The rank that --pdb and breakpoint() attach to (default: the first that fails; 0)",
+        type=int, default=-1, metavar="N",
+    )  # fmt: skip
+    for (name, default), text in _INI.items():
+        _add_ini(parser, name, default, text)
+
+
+# By name and default. That of a list is in the help, or empty.
+_INI: dict[tuple[str, str | bool | tuple[str, ...]], str] = {
+    ("ranks_output_limit", "64"): "MB of each rank's output that are kept: its beginning and its end",
+    ("ranks_bisect_env", MITIGATIONS): (
+        "What --ranks-bisect-env tries: one NAME=VALUE per line (default: variables of NCCL and CUDA)"
+    ),
+    ("artifacts_dir", "artifacts"): "Folder for evidence and reports",
+    ("ranks_artifacts_keep", "20"): (
+        "How many finished runs are kept, and with them the 5 newest that failed; others are deleted when a run ends "
+        "(0: never)"
+    ),
+    ("ranks_mask_output", False): (
+        "Mask text that looks like a secret in everything that the plugin writes: output, exceptions, sources, test ids "
+        "(env.json and arguments of processes are always masked)"
+    ),
+    ("ranks_marks", False): (
+        "Marks of pytest.mark, as pytest.mark.world_size(2), ask for ranks also where nothing imports pytest_nsa"
+    ),
+    ("ranks_timeout", "300"): "Seconds for a test on ranks that has no limit from pytest-timeout",
+    ("ranks_start_timeout", "120"): "Seconds for the ranks to form their group",
+    ("ranks_ahead", True): "While a test runs, fork the ranks of the next one, on gloo and CPU",
+    ("ranks_check_divergence", False): (
+        "Fail a test if its ranks end with different gradients or parameters, which DDP should keep equal"
+    ),
+    ("ranks_rerun", "auto"): "Run a failed test once more with its control flow recorded: auto, off or all",
+    ("ranks_descendants", "off"): "Diagnose ranks that tests start by themselves: off or report",
+    ("ranks_descendants_fail", False): (
+        "Fail a test that passes although a rank that it has started raised (with ranks_descendants)"
+    ),
+    (
+        "ranks_left_fails",
+        False,
+    ): "Exit with code 1 if processes that tests have left would keep the session from ending",
+    ("ranks_host_plugins", ()): (
+        "Plugins that run on the host only, one name per line; !name for one that ranks need although it implements "
+        "report hooks"
+    ),
+    ("ranks_hang_after", "0"): "End a test on a suspicion that has lasted for so many seconds (0: never)",
+}
+
+
+def _add_ini(parser: pytest.Parser, name: str, default: str | bool | tuple[str, ...], help: str) -> None:
+    """Declare an ini value, with its default in the help."""
+    kinds = {str: "string", bool: "bool", tuple: "linelist"}
+    if not isinstance(default, tuple):
+        shown = f"default: {str(default).lower()})"
+        help = f"{help[:-1]}; {shown}" if help.endswith(")") else f"{help} ({shown}"
+    given: Any = list(default) if isinstance(default, tuple) else default
+    parser.addini(name, help, type=kinds[type(default)], default=given)  # type: ignore[arg-type]
+
 
 HAS_PROC = os.path.exists("/proc/self/stat")
 HAS_RANKS = sys.platform == "linux"  # elsewhere tests on ranks are skipped, and others run as without the plugin
@@ -68,7 +189,6 @@ class Settings:
     check_divergence: bool
     keep_passed: bool
     keep_runs: int
-    folder_mode: int
     mask_output: bool
     traces_lightly: bool
     ahead: bool
@@ -80,7 +200,6 @@ class Settings:
     cold_job: Path | None
     gpu_ids: tuple[str, ...]
     fake_gpus: bool
-    unmarked: str = "all"
     descendants: str = "off"
     descendants_fail: bool = False
     left_fails: bool = False
@@ -110,22 +229,22 @@ def resolve(config: pytest.Config) -> Settings:
         raise pytest.UsageError(f"NSA_TRACE_LEVEL={level!r}: must be full or light")
     named_plugins(config)  # a line that cannot be used is refused now, not in the ranks
     outer = outer_launcher(config) if HAS_RANKS else None
+    descendants = config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS)
     settings = Settings(
         mode=_choose_mode(config, outer),
         artifacts=(config.rootpath / directory).resolve(),  # pytest refuses '..' in the path of a child's cache
         launch=config.getoption("--ranks-launch"),
         fsdp_version=int(config.getoption("--ranks-fsdp-version")),
-        timeout=_seconds(config, "ranks_timeout", at_least=1),
-        start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
-        hang_after=_seconds(config, "ranks_hang_after", at_least=0),
+        timeout=_number(config, "ranks_timeout", 1, "seconds"),
+        start_timeout=_number(config, "ranks_start_timeout", 1, "seconds"),
+        hang_after=_number(config, "ranks_hang_after", 0, "seconds"),
         check_divergence=_flag(config, "ranks_check_divergence"),
         ahead=_flag(config, "ranks_ahead"),
-        output_limit=_bytes(config, "ranks_output_limit"),
+        output_limit=_number(config, "ranks_output_limit", 1, "MB", int) << 20,
         debug_rank=config.getoption("--ranks-pdb-rank"),
         bisect_env=_bisect_env(config),
         bisect=_bisect(config),
-        keep_runs=_count(config, "ranks_artifacts_keep"),
-        folder_mode=_mode(config, "ranks_artifacts_mode"),
+        keep_runs=_number(config, "ranks_artifacts_keep", 0, "runs (0 keeps all)", int),
         mask_output=_flag(config, "ranks_mask_output"),
         traces_lightly=level == "light",
         keep_passed=config.getoption("--ranks-keep") == "all",
@@ -136,8 +255,7 @@ def resolve(config: pytest.Config) -> Settings:
         gpu_ids=find_gpus(),
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
         outer=outer,
-        unmarked=_choice(config, "ranks_unmarked", UNMARKED),
-        descendants=_descendants(config) if HAS_RANKS else "off",
+        descendants=descendants if HAS_RANKS else "off",
         descendants_fail=_flag(config, "ranks_descendants_fail"),
         left_fails=_flag(config, "ranks_left_fails"),
         rerun=config.getoption("--ranks-rerun") or _choice(config, "ranks_rerun", RERUNS),
@@ -162,10 +280,6 @@ def _choose_mode(config: pytest.Config, outer: OuterLauncher | None) -> Mode:
     if outer is not None:
         return Mode.FOLLOWER if outer.rank else Mode.LEADER
     return Mode.PLAIN
-
-
-def _descendants(config: pytest.Config) -> str:
-    return config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS)
 
 
 def _numbers_of_launch() -> list[str | None]:
@@ -200,8 +314,6 @@ def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
         )
     if int(values[1] or 1) == 1 and "TORCHELASTIC_RUN_ID" not in env:
         return None  # there are no others: a container or an image has set them
-    import socket  # most sessions do without
-
     try:
         socket.getaddrinfo(env["MASTER_ADDR"], None)
     except OSError as error:
@@ -286,39 +398,14 @@ def _flag(config: pytest.Config, name: str) -> bool:
         raise pytest.UsageError(f"ini {name}: {error}: must be true or false") from None
 
 
-def _count(config: pytest.Config, name: str) -> int:
+def _number(config: pytest.Config, name: str, lowest: int, of: str, kind: type[float] = float) -> Any:
+    """Return an ini value as a number of ``kind``; ``of``: what it counts. Raises UsageError where it is below ``lowest``."""
     text = str(config.getini(name))
-    if not text.isdecimal():
-        raise pytest.UsageError(f"ini {name} = {text!r}: must be a number, as in {name} = 20; 0 keeps all")
-    return int(text)
-
-
-def _mode(config: pytest.Config, name: str) -> int:
-    text = str(config.getini(name))
-    mode = int(text, 8) if text and set(text) <= set("01234567") else 0
-    if mode & 0o700 != 0o700 or mode > 0o777:
-        raise pytest.UsageError(
-            f"ini {name} = {text!r}: must be permissions in octal that let the owner in, as in 0750"
-        )
-    return mode
-
-
-def _seconds(config: pytest.Config, name: str, at_least: float) -> float:
-    text = str(config.getini(name))
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value >= at_least:
-        raise pytest.UsageError(f"ini {name} = {text!r}: must be a number of seconds, at least {at_least:g}")
-    return value
-
-
-def _bytes(config: pytest.Config, name: str) -> int:
-    text = str(config.getini(name))
-    if not text.isdecimal() or int(text) < 1:
-        raise pytest.UsageError(f"ini {name} = {text!r}: must be a whole number of MB, at least 1")
-    return int(text) << 20
+    with contextlib.suppress(ValueError):
+        if (value := kind(text)) >= lowest:
+            return value
+    whole = "whole " if kind is int else ""
+    raise pytest.UsageError(f"ini {name} = {text!r}: must be a {whole}number of {of}, at least {lowest}")
 
 
 def find_gpus() -> tuple[str, ...]:
@@ -369,24 +456,3 @@ def step_summary() -> Path | None:
 def coverage_of_child() -> str:
     """Return what a child pytest of ours is to measure, as its parent requested; '' for nothing."""
     return os.environ.get(COVERAGE, "")
-
-
-def outer_environment() -> dict[str, Any]:
-    """Variables that describe how this run was set up, for env.json, without secrets."""
-    from nsa.trace.secrets import masked_variables  # not before a test needs ranks
-
-    prefixes = (
-        "NSA_",
-        "TORCH_",
-        "PYTORCH_",
-        "NCCL_",
-        "GLOO_",
-        "OMP_",
-        "CUDA_",
-        "MASTER_",
-        "WORLD_SIZE",
-        "RANK",
-        "PYTEST_ADDOPTS",
-    )
-    shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes) or k == "CONFIG"}
-    return masked_variables(shown)

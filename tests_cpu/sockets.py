@@ -6,7 +6,7 @@ import atexit
 import socket
 from collections import deque
 
-from pytest_nsa.system.tcp import hold_ports
+from pytest_nsa.system.sockets import hold_ports
 
 MOST = 64
 _held: deque[socket.socket] = deque()

@@ -7,28 +7,28 @@ Exit codes: 0 nothing failed, 1 something did, 2 no evidence there.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
-from pytest_nsa.cli.compare import compare
-from pytest_nsa.cli.explain import explain
-from pytest_nsa.cli.foreign import diagnose_foreign
-from pytest_nsa.cli.foreign_folders import choose_output_folder, sources_folder
-from pytest_nsa.cli.outputs import VerdictCommand
-from pytest_nsa.cli.report import clean, is_live, read, report
-from pytest_nsa.cli.watch import show_stacks, watch
+from pytest_nsa.cli.report import clean, is_live, read, report, resolve_own, sources_folder
+from pytest_nsa.cli.watch import VerdictCommand, show_stacks, watch
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.foreign import judge, missing_for_more
 from pytest_nsa.evidence.load import find_test_folders
+from pytest_nsa.foreign.find import read_job
 from pytest_nsa.observe.conclude import make_verdict
 from pytest_nsa.observe.finders import find_folder
+from pytest_nsa.report import compare as comparing
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
-from pytest_nsa.report.runs import FINISHED, KEPT, KEPT_FAILED, in_short
-from pytest_nsa.report.summary import Entry, read_entries
+from pytest_nsa.report.runs import FINISHED, KEPT, KEPT_FAILED
+from pytest_nsa.report.summary import VERDICTS, Entry, read_entries
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import read_object, write_atomically
 
@@ -157,11 +157,14 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    first = choose_output_folder(first) if arguments.html else first
+    own = resolve_own(first) if arguments.html else first
+    if own is None:
+        return 2
+    first = own
     folders = find_test_folders(first)
     unread = [path.name for path in sorted(first.iterdir()) if path.is_dir() and not os.access(path, os.R_OK | os.X_OK)]
     if unread:
-        print(visible(f"skipped: {in_short([f'{name}: it may not be read' for name in unread])}"), file=sys.stderr)
+        print(visible(f"skipped, as they may not be read: {', '.join(unread)}"), file=sys.stderr)
     failed = are_running = False
     entries = []
     for folder in folders:
@@ -215,3 +218,75 @@ def _watch(arguments: argparse.Namespace) -> int:
         return 2
     command = VerdictCommand(arguments.on_verdict) if arguments.on_verdict else None
     return watch(sorted(folders), as_json=arguments.json, once=arguments.once, command=command)
+
+
+IN_A_CHECKOUT = Path(__file__).parents[2] / "docs" / "causes"
+
+
+def explain(name: str) -> int:
+    """Print the page of a cause. Return 2 for a name that is no cause, after a line with the nearest names."""
+    page = _read_page(name) if name in CAUSES else ""
+    if not page:
+        near = difflib.get_close_matches(name, CAUSES, n=3) or sorted(CAUSES)
+        print(f"error: {name!r}: no cause of that name has a page; there is {', '.join(near)}", file=sys.stderr)
+        return 2
+    print(page.rstrip())
+    return 0
+
+
+def _read_page(name: str) -> str:
+    shipped = resources.files("pytest_nsa").joinpath("causes", f"{name}.md")
+    for page in (shipped, IN_A_CHECKOUT / f"{name}.md"):
+        if page.is_file():
+            return page.read_text(encoding="utf-8")
+    return ""
+
+
+MOST_UNREAD = 5
+
+
+def diagnose_foreign(paths: Sequence[Path], *, as_json: bool, sources: bool) -> int | None:
+    """Print the kinds of files and the verdict on their job. Return the exit code; None where no file has evidence."""
+    job = read_job(paths)
+    for text in job.unread[:MOST_UNREAD]:
+        print(visible(f"cannot read {text}"), file=sys.stderr)
+    if not job.kinds:
+        return 2 if job.unread else None
+    for kind in job.kinds:
+        print(visible(kind), file=sys.stderr if as_json else sys.stdout)
+    verdict, evidence = judge(job, str(paths[0]), sources=sources)
+    if as_json:
+        print(json.dumps(verdict.to_json()))
+    else:
+        print("\n".join(line for line in lines(verdict, evidence) if not line.startswith("  evidence")))
+        if more := missing_for_more(job):
+            print(f"  lacks    {more}")
+    return int(verdict.failed)
+
+
+def compare(base: list[Path], new: list[Path]) -> int:
+    """Print what differs between two runs, the first of each side; the others are repeats.
+
+    Return 1 if something is worse, 2 if a folder is no run, else 0.
+    """
+    for folder in (*base, *new):
+        if not (folder / VERDICTS).is_file():
+            print(
+                f"error: {str(folder)!r}: no run here (no {VERDICTS}); give a run's folder, as artifacts/latest",
+                file=sys.stderr,
+            )
+            return 2
+    sides = [[{e.name: e.verdict for e in read_entries(folder)} for folder in side] for side in (base, new)]
+    for folder, entries in zip((*base, *new), (*sides[0], *sides[1]), strict=True):
+        if not entries:
+            print(f"error: {str(folder)!r}: its {VERDICTS} has no verdict that can be read", file=sys.stderr)
+            return 2
+    found = comparing.compare(*sides)
+    names = (_name(base[0]), _name(new[0]))
+    tests = len({*sides[0][0], *sides[1][0]})
+    print(visible(comparing.as_markdown(found, names, tests)), end="")
+    return int(any(d.kind == "worse" for d in found))
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name

@@ -1,14 +1,14 @@
-"""`pytest-nsa report DIR...` writes SUMMARY.md and report.html again, as the run itself would; `clean` deletes old runs."""
+"""`pytest-nsa report` and `clean`; which folders are this user's, and which files of this machine are read for others' evidence."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_nsa.cli.foreign_folders import choose_output_folder, with_allowed_sources
 from pytest_nsa.diagnosis.decision import decide
-from pytest_nsa.evidence.load import find_test_folders, load
+from pytest_nsa.evidence.load import find_test_folders, load, with_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.finders import find_folder
@@ -16,7 +16,57 @@ from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import DECISION, read_decision, read_verdict, write_reports
 from pytest_nsa.report.summary import VERDICTS, read_entries
+from pytest_nsa.report.terminal import short_path
 from pytest_nsa.wire.files import append_line
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a folder, or a process by its folder in /proc, is this user's; False if it does not exist."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def resolve_own(folder: Path) -> Path | None:
+    """Return a folder's path without links, as short as possible; None for another user's, after a line that names the remedy."""
+    folder = Path(short_path(folder.resolve()))
+    if is_ours(folder):
+        return folder
+    print(visible(f"error: {folder}: is another user's; copy it (cp -r), and give the copy"), file=sys.stderr)
+    return None
+
+
+def with_allowed_sources(evidence: Evidence, *, requested: bool, is_own_job: bool = False) -> Evidence:
+    """Return evidence with the sources that it names, as far as they may be read.
+
+    ``is_own_job``: live processes of this user write it. ``requested``: the user requests the sources, wherever they are.
+    """
+    ours = is_ours(evidence.folder)
+    if requested or (is_own_job and ours):
+        return with_sources(evidence, keep=ours)
+    below = sources_folder(evidence, requested=False)
+    return evidence if below == NOWHERE else with_sources(evidence, below=below)
+
+
+NOWHERE = Path(os.devnull)  # no file lies below it
+
+
+def sources_folder(evidence: Evidence, *, requested: bool) -> Path | None:
+    """Return the folder below which sources may be read: `NOWHERE` for a folder from elsewhere, None for any."""
+    if requested:
+        return None
+    is_known = is_ours(evidence.folder) and _is_made_here(evidence)
+    return Path(evidence.job.root).resolve() if is_known else NOWHERE
+
+
+def _is_made_here(evidence: Evidence) -> bool:
+    """Return whether evidence is where it was made, unlike evidence sent by others, and its tests' root is a project's folder."""
+    root, made = evidence.job.root, evidence.job.folder
+    if not (os.path.isabs(root) and os.path.isabs(made)):
+        return False
+    is_project_s = not Path.home().resolve().is_relative_to(Path(root).resolve())
+    return is_project_s and Path(made).resolve() == evidence.folder.resolve()
 
 
 def report(folders: Sequence[Path], *, sources: bool) -> int:
@@ -25,14 +75,16 @@ def report(folders: Sequence[Path], *, sources: bool) -> int:
     ``sources``: read the sources that evidence names, wherever they are.
     """
     status = 0
-    for run in folders:
-        if not (run / VERDICTS).is_file() and not find_test_folders(run):
-            print(f"error: {str(run)!r}: no run here (no {VERDICTS}, no test's folder)", file=sys.stderr)
+    for given in folders:
+        if not (given / VERDICTS).is_file() and not find_test_folders(given):
+            print(f"error: {str(given)!r}: no run here (no {VERDICTS}, no test's folder)", file=sys.stderr)
             return 2
-        if runs.is_in_use(run):
-            print(f"error: {str(run)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
+        if runs.is_in_use(given):
+            print(f"error: {str(given)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
             return 2
-        run = choose_output_folder(run)
+        run = resolve_own(given)
+        if run is None:
+            return 2
         _conclude(run, sources)
         was_finished = (run / runs.FINISHED).is_file()
         # The decision that the run left is by the repository's own rules, where it has any; else the verdicts decide.
@@ -87,10 +139,7 @@ def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:
     if not root.is_dir():
         print(f"error: {str(root)!r}: no such folder; give the one that has the runs, as in artifacts", file=sys.stderr)
         return 2
-    unread: list[str] = []
-    beyond = runs.surplus(runs.list_runs(root, unread), keep, keep_failed)
+    beyond = runs.surplus(runs.list_runs(root), keep, keep_failed)
     for path in [run.path for run in beyond] if dry_run else runs.delete(beyond):
         print(visible(str(path)))
-    if unread:
-        print(visible(f"left alone: {runs.in_short(unread)}"), file=sys.stderr)
     return 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.cli.foreign_folders import is_ours, with_allowed_sources
 from pytest_nsa.cli.nccl import NcclService
-from pytest_nsa.cli.outputs import VerdictCommand
+from pytest_nsa.cli.report import is_ours, with_allowed_sources
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
@@ -20,10 +22,59 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.finders import launched_ranks
 from pytest_nsa.observe.observer import Observer
+from pytest_nsa.observe.second_look import dump_by_py_spy, find_py_spy
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_verdict
 from pytest_nsa.report.terminal import number_ranks
-from pytest_nsa.system import py_spy
+
+Status = dict[str, Any]  # what `Watcher.to_json` returns
+
+
+@dataclass
+class VerdictCommand:
+    """Runs a shell command once per verdict or suspicion, without waiting for it.
+
+    It gets the verdict as JSON on its standard input, and NSA_CAUSE, NSA_RANKS (comma separated), NSA_RETRY and NSA_CERTAIN
+    (1 or 0) in its environment.
+    """
+
+    command: str
+    _reported: set[str] = field(default_factory=set)
+    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def give(self, statuses: Sequence[Status]) -> None:
+        """Run the command for each new verdict."""
+        for status in statuses:
+            verdict = status["verdict"]
+            if verdict is None:
+                continue
+            key = json.dumps([status["folder"], verdict["cause"], verdict["ranks"], verdict["certain"]])
+            if key not in self._reported:
+                self._reported.add(key)
+                self._run({**verdict, "folder": status["folder"]})
+        self._running = [run for run in self._running if run.poll() is None]
+
+    def _run(self, verdict: dict[str, Any]) -> None:
+        environment = {
+            **os.environ, "NSA_CAUSE": verdict["cause"], "NSA_RANKS": ",".join(map(str, verdict["ranks"])),
+            "NSA_RETRY": verdict["retry"], "NSA_CERTAIN": str(int(verdict["certain"])),
+        }  # fmt: skip
+        # In memory: a pipe would wait for a command that does not read it, and a disk may be full.
+        with open(os.memfd_create("verdict"), "w+", encoding="utf-8") as given:
+            given.write(json.dumps(verdict) + "\n")
+            given.seek(0)
+            run = subprocess.Popen(self.command, shell=True, env=environment, stdin=given, stdout=sys.stderr)
+        self._running.append(run)
+
+    def finish(self, seconds: float = 60.0) -> None:
+        """Wait for the commands that still run, for ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
+        for run in self._running:
+            try:
+                run.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                print(f"warning: --on-verdict {self.command!r}: still runs after {seconds:g} s", file=sys.stderr)
+
 
 LOOK_S = 0.25
 MANY = 8  # ranks: more are shown by state
@@ -227,8 +278,8 @@ def show_stacks(pid: int) -> int:
     """Print py-spy's stacks of the ranks of a job that leaves no evidence. Return 0, or 2 if the process is no rank."""
     ranks = launched_ranks(pid)
     for rank, of in ranks.items():
-        text, why_not = py_spy.dump(of, limit_s=DUMP_S)
-        if not text and not py_spy.program():
+        text, why_not = dump_by_py_spy(of, limit_s=DUMP_S)
+        if not text and not find_py_spy():
             why_not += ": without it no stack is known (pip install py-spy)"
         print(
             visible(f"rank {rank}  pid {of}"), *(visible(line) for line in (text or why_not).splitlines()), "", sep="\n"

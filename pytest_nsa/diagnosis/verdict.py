@@ -66,7 +66,7 @@ class Verdict:
     ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what a failure of the
     scenario means by the plan; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit;
     ``called_from`` is the user's line that called the function of ``where``; ``terms`` are the facts that an explanation rests on,
-    with how much each counts; ``figures`` are what runs are compared by (`pytest_nsa.evidence.figures`);
+    with how much each counts; ``figures`` are what runs are compared by (`pytest_nsa.observe.conclude`);
     ``first_divergence`` is where the ranks of a second run parted (`pytest_nsa.flow.first`), {} where that is not known.
     ``reason`` is one short statement, ``because`` has further ones; ``labels`` are what the ranks did at which lines.
     """

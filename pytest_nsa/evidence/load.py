@@ -1,25 +1,25 @@
-"""Read a test's folder as values. Damaged and missing parts are tolerated; nothing is interpreted."""
+"""Read a test's folder, with what native code left in it, as values. Damaged parts are tolerated; nothing is interpreted."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
+import re
+import signal
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, get_world
 from pytest_nsa.evidence.collectives import parse_ranks
-from pytest_nsa.evidence.counters import counted, read_counters, reported
-from pytest_nsa.evidence.first_gone import last_beat, mark_first_gone, stalled_until_the_end
-from pytest_nsa.evidence.native import fatal_signal, innermost_symbol, read_abort_message
-from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
+from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_number, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import Origin, ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import (
+    STILL_LOOKS,
     EventLoop,
     Evidence,
     Fact,
@@ -32,8 +32,114 @@ from pytest_nsa.evidence.values import (
 )
 from pytest_nsa.evidence.waiting import SAMPLED_S, latest_sample
 from pytest_nsa.evidence.wrapped import Wrapped
-from pytest_nsa.wire.files import parse, read_bytes, read_text
+from pytest_nsa.wire.files import parse, read_bytes, read_end, read_text
 from pytest_nsa.wire.messages import Job
+
+END = 1 << 16  # bytes of an output
+_FATAL = "Fatal Python error: "
+_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
+}  # fmt: skip
+
+# `    at::native::add (libtorch_cpu.so)`, `    forward (model.py:12)`
+_FRAME = re.compile(r"^\s+(?P<symbol>\S.*?) \((?P<place>[^()]*)\)$")
+# What the runtime of C++ (libstdc++, libc++) prints of an exception that nothing catches, and assert() of C, before they abort.
+_ABORT = re.compile(
+    r"terminate called after throwing an instance of '(?P<type>[^'\n]+)'"
+    r"(?:\n(?:terminate called recursively\n)?\s*what\(\): +(?P<what>[^\n]+))?"
+    r"|terminating due to uncaught exception of type (?P<kind>\S+?)(?:: (?P<why>[^\n]+))?$"
+    r"|^(?P<check>[^\n]{1,300}: Assertion [`'][^\n]{1,300}' failed\.)$",
+    re.MULTILINE,
+)
+
+
+def innermost_symbol(text: str) -> str:
+    """Return 'symbol in library' of the main thread's innermost frame; '' if that is no native frame."""
+    in_main = False
+    for line in text.splitlines():
+        if line.startswith("Thread "):
+            in_main = "MainThread" in line
+        elif in_main and (match := _FRAME.match(line)):
+            if ".py" in match["place"] or match["place"].startswith("<"):
+                return ""
+            return f"{match['symbol'][:120]} in {match['place']}"
+    return ""
+
+
+def fatal_signal(dump: str) -> int:
+    """Return the signal that ended a process, by the first line of faulthandler's dump; 0 without one."""
+    first = dump.partition("\n")[0].removeprefix(_FATAL)
+    return _SIGNALS.get(first.replace("-", " ").strip(), 0) if dump.startswith(_FATAL) else 0
+
+
+def read_abort_message(output: Path, ended_by: int) -> str:
+    """Return `abort_message` of a file with a process's output; '' unless SIGABRT is the signal that ended it."""
+    return abort_message(read_end(output, END)) if ended_by == signal.SIGABRT else ""
+
+
+def abort_message(output: str) -> str:
+    """Return the message of the abort that ended a process, from its output: 'gloo::EnforceNotMet: ...'; '' without one."""
+    found = next(reversed(list(_ABORT.finditer(output.replace("\r\n", "\n")))), None)
+    if found is None:
+        return ""
+    kind, text = found["type"] or found["kind"] or "", found["what"] or found["why"] or found["check"] or ""
+    return ": ".join(part.strip() for part in (kind, text) if part)
+
+
+TERMINATED = "terminated.txt"
+BEAT_S = 0.05  # between two heartbeats, at least
+
+
+def mark_first_gone(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
+    """Return the ranks; if some recorded their end, those that did not are ``gone`` since their last heartbeat.
+
+    At SIGTERM, by which a launcher ends the remaining ranks, a rank writes its stacks; at a lost connection it raises. A rank with
+    neither, and without an end, was killed before the others ended.
+    """
+    ended = {r.rank for r in ranks if r.exceptions or r.signal or read_text(r.folder / TERMINATED, 1)}
+    return tuple(
+        r if not ended or r.rank in ended or r.finished or r.gone else replace(r, gone=last_beat(r.board))
+        for r in ranks
+    )
+
+
+def last_beat(board: BoardSnapshot | None) -> float:
+    """Return when a rank's heartbeat last beat, 0.0 if it never did."""
+    numbers = board.numbers if board is not None else {}
+    return numbers.get("beat_time") or numbers.get("phase_time", 0.0)
+
+
+def stalled_until_the_end(ranks: Sequence[RankEvidence]) -> float:
+    """Return for how many seconds no rank that had not finished moved before its end, by what their heartbeats saw; 0.0 for less
+    than a stall.
+    """
+    looks = [r.board.numbers.get("still_looks", 0.0) for r in ranks if not r.finished and r.board is not None]
+    return min(looks) * BEAT_S if looks and min(looks) >= STILL_LOOKS else 0.0
+
+
+COUNTERS_FILE = "counters.json"
+COUNTERS = 4 << 20  # bytes
+
+
+def read_counters(folder: Path, board: BoardSnapshot | None, until: float) -> Any:
+    """Return what counters.json has; None where the rank has entered a call since it was written, and before ``until``."""
+    counters = parse(read_text(folder / COUNTERS_FILE, COUNTERS))
+    written = counters.get("time") if isinstance(counters, dict) else None
+    if board is None or not is_number(written):
+        return counters
+    return None if any(written < c.entered <= until for c in board.collectives[-1:]) else counters
+
+
+def reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Mapping[str, Any]]:
+    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] without any."""
+    found = counters.get(name) if isinstance(counters, dict) else None
+    return found if isinstance(found, list) and all(map(check, found)) else []
+
+
+def counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
+    return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)
+
 
 AT_THE_END = ("warning", "left_running", "left_thread", "quit_debugger")  # events of how a rank ended
 LATEST = 16  # calls of a rank for which the sources of the callers are kept

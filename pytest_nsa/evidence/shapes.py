@@ -59,16 +59,16 @@ def _check_list(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
+def _map_of(shape: Mapping[str, Check], *, may_be_empty: bool = False) -> Check:
+    return lambda value: is_map(value) and ((may_be_empty and not value) or has(value, shape))
+
+
 def _ranks(value: Any) -> bool:
     return is_text(value) or _check_list(_int)(value)
 
 
 def _numbers_by_name(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_number_or_none, value.values()))
-
-
-def _is_error(value: Any) -> bool:
-    return is_map(value) and has(value, {"says": is_text, "at": is_text})
 
 
 def _key_uses(value: Any) -> bool:
@@ -86,21 +86,13 @@ def _places(value: Any) -> bool:
     )
 
 
-def is_counted(value: Any) -> bool:
-    """Return whether a value is a frame with the counters of its loops, the locations of its generators, and its exceptions."""
-    fields = {
-        "at": is_text,
-        "counters": is_map,
-        "streams?": _check_list(is_text),
-        "errors?": _check_list(_is_kept_error),
+# A frame with the counters of its loops, the locations of its generators, and its exceptions.
+is_counted = _map_of(
+    {
+        "at": is_text, "counters": is_map, "streams?": _check_list(is_text),
+        "errors?": _check_list(_map_of({"name": is_text, "says": is_text, "at": is_text})),
     }
-    return is_map(value) and has(value, fields)
-
-
-def _is_kept_error(value: Any) -> bool:
-    return is_map(value) and has(value, {"name": is_text, "says": is_text, "at": is_text})
-
-
+)  # fmt: skip
 _STALL: dict[str, Check] = {
     "stalled_s?": is_number, "stood_still_s?": is_number,
     "moved?": is_flag, "moved_ranks?": _check_list(_int), "waits_s?": is_number, "reason?": is_text,
@@ -165,15 +157,14 @@ EVENTS: dict[str, dict[str, Check]] = {
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
     "keys?": _key_uses, "keys_awaited?": _key_uses, "lines?": _check_list(is_text),
-    "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
-    "asyncio?": lambda value: is_map(value) and (
-        not value or has(value, {"tasks": _check_list(is_text), "timers": _int, "files": _int, "failed?": _check_list(_is_error)})
-    ),
+    "handles?": _map_of({"says": is_text, "at": is_text, "in": is_text}, may_be_empty=True),
+    "asyncio?": _map_of({
+        "tasks": _check_list(is_text), "timers": _int, "files": _int,
+        "failed?": _check_list(_map_of({"says": is_text, "at": is_text})),
+    }, may_be_empty=True),
 }  # fmt: skip
 XFAIL: dict[str, Check] = {"reason": is_text, "strict": is_flag, "any": is_flag, "expects": is_flag}
-REPORT: dict[str, Check] = {
-    "report": is_map, "text": is_text, "subtest?": is_flag, "xfail?": lambda value: is_map(value) and has(value, XFAIL),
-}  # fmt: skip
+REPORT: dict[str, Check] = {"report": is_map, "text": is_text, "subtest?": is_flag, "xfail?": _map_of(XFAIL)}
 BEAT: dict[str, Check] = {
     "time": is_number, "step": _int, "phase": is_text, "rss_mib?": _number_or_none, "cuda_allocated_mib?": _number_or_none,
     "cuda_reserved_mib?": _number_or_none,

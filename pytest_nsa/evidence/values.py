@@ -324,11 +324,6 @@ class Fact:
     file: str
     text: str
 
-    @property
-    def says(self) -> str:
-        """The name that ``text`` had until 0.2, and has in verdict.json: hooks of other repositories read it."""
-        return self.text
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
@@ -352,11 +347,6 @@ class Evidence:
     unread: tuple[str, ...] = ()  # what could not be read, and why
     xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
     external: tuple[Fact, ...] = ()  # by the hook pytest_nsa_collect_evidence
-
-    @property
-    def told(self) -> tuple[Fact, ...]:
-        """The name that ``external`` had until 0.2: hooks of other repositories read it."""
-        return self.external
 
     @property
     def was_ended_at_a_stall(self) -> bool:

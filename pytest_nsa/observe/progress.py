@@ -1,9 +1,10 @@
-"""Whether ranks move: compare boards over time, and find collectives that can no longer match."""
+"""Whether ranks move: compare boards over time, find collectives that can no longer match, and measure a stall while it lasts."""
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,64 @@ from typing import Any
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_in_different_calls
 from pytest_nsa.system.clock import monotonic, wall_clock
+from pytest_nsa.system.procfs import ProcessState, difference, look_at
+
+BEGIN_S = 1.4  # of a stall, before the first look at the processes
+SAMPLE_S = 0.5
+FIRST_ASSESSMENTS_S, LATER_ASSESSMENTS_S = 1.0, 5.0
+OFTEN_S = 12.0
+BUSY = 0.1  # of a core
+
+
+@dataclass
+class StallClock:
+    """The length of a stall: ``look`` is called with the ranks' process ids at each poll; ``counted`` is the stall in seconds.
+
+    A waiting rank's is measured by the clock, a computing rank's by the CPU time that it got: a slow machine ends no test.
+    """
+
+    counted: float = 0.0
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _states: dict[int, tuple[float, ProcessState]] = field(default_factory=dict)
+    _sampled: float = 0.0
+    _assessed: float = 0.0
+
+    def reset(self) -> None:
+        """Reset after progress."""
+        if self._sampled:
+            self.counted, self._sampled, self._assessed = 0.0, 0.0, 0.0
+            self.facts, self._states = {}, {}
+
+    def look(self, pids: Mapping[int, int], stalled_s: float) -> bool:
+        """Look at the processes (rank -> pid) if it is time to; return whether the stall should be assessed (again) now."""
+        now = monotonic()
+        if stalled_s < BEGIN_S or now - self._sampled < SAMPLE_S:
+            return False
+        is_first = not self._sampled
+        self._sampled = now
+        passed, computed = 0.0, 0.0
+        for rank, pid in pids.items():
+            state = look_at(pid)
+            if state is None:
+                continue
+            if rank in self._states:
+                before, last = self._states[rank]
+                passed = now - before
+                self.facts[rank] = difference(last, state, passed)
+                used = state.cpu_s - last.cpu_s
+                if self.facts[rank]["wants_cpu"] or used > BUSY * passed:
+                    computed = max(computed, used) or 1e-9
+            self._states[rank] = (now, state)
+        self.counted += min(passed, computed) if computed else passed
+        if is_first or not self.facts:
+            self.counted = stalled_s if is_first else self.counted
+            return False
+        pause = FIRST_ASSESSMENTS_S if stalled_s < OFTEN_S else LATER_ASSESSMENTS_S
+        if now - self._assessed < pause:
+            return False
+        self._assessed = now
+        return True
+
 
 QUIET_S = 0.2
 GRACE_S = 1.0  # of a stall, before it counts as one
@@ -44,8 +103,6 @@ class Past:
 
     def limit(self, least: float, line: str) -> float:
         """Return after how long a pause at ``line`` is unusual, ``least`` at least."""
-        import statistics  # not before a stall
-
         step = statistics.median(self._steps) if len(self._steps) >= ENOUGH_STEPS else 0.0
         return max(least, STEPS * step, LONGEST * self._longest.get(_place(line), 0.0))
 
@@ -157,10 +214,6 @@ class ProgressWatch:
         moved = [rank for rank, at in self._moves.items() if now - at < GRACE_S]
         return {"stalled_s": self.stalled_s, "moved": self.stalled_s < GRACE_S, "moved_ranks": moved}
 
-    def stall_facts(self, waited: float) -> dict[str, Any]:
-        """Return a stall in which ranks have ``waited`` for so many seconds, as evidence."""
-        return {**self.stop_facts(), "waits_s": waited, "beat_age_s": self.beat_ages}
-
     @property
     def rings(self) -> Rings:
         """The ranks' last collectives."""
@@ -196,10 +249,6 @@ class ProgressWatch:
     def blocked(self) -> list[int]:
         """The ranks with a main thread that waits in a collective."""
         return [rank for rank, board in self.boards.items() if board.blocked is not None]
-
-    def all_blocked(self, ended: Collection[int]) -> bool:
-        """Return whether the main thread of every rank that has not ended waits in a collective."""
-        return set(self.boards) - set(ended) <= set(self.blocked)
 
     def is_left_alone(self, ended: Collection[int]) -> bool:
         """Return whether every rank that has not ended waits in a collective that needs a rank that has."""

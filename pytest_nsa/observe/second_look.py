@@ -1,13 +1,14 @@
-"""The second look, taken only at a stall: first /proc, which disturbs no rank, last the stack dump."""
+"""The second look, taken only at a stall: first /proc, which disturbs no rank, last the stack dump, and py-spy's native frames."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-
-# Bound at import: a test may replace the functions of time.
 from time import CLOCK_MONOTONIC, clock_gettime, sleep
 from typing import Any
 
@@ -15,9 +16,67 @@ from pytest_nsa.evidence.stacks import CHILD_MARK
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.system.procfs import catches, difference, is_runnable, list_children, look_at
-from pytest_nsa.system.tcp import socket_queues
-from pytest_nsa.wire.files import append, read_text, touch
+from pytest_nsa.system.sockets import socket_queues
+from pytest_nsa.wire.files import append, read_text, touch, write_atomically
 from pytest_nsa.wire.messages import DUMP_SIGNAL
+
+
+def find_py_spy() -> str | None:
+    """Return the path of py-spy: from PATH, or in the folder of this interpreter (its environment need not be activated)."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+
+
+def dump_by_py_spy(pid: int, *options: str, limit_s: float) -> tuple[str, str]:
+    """Return (output of ``py-spy dump``, '') for a process of this user, which it pauses for a moment; or ('', reason)."""
+    tool = find_py_spy()
+    if tool is None:
+        return "", "py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [tool, "dump", *options, "--pid", str(pid)], text=True, capture_output=True, timeout=limit_s, check=False
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return "", f"py-spy gave nothing: {type(error).__name__}"
+    if done.returncode or not done.stdout:
+        output = "; ".join(done.stderr.strip().splitlines())[:200]
+        return "", f"py-spy could not look: {output or 'no reason given'}"
+    return done.stdout, ""
+
+
+LIMIT_S = 8.0  # symbols of a large library take seconds
+MOST_RANKS = 4  # a dump takes about two seconds
+
+
+def dump_where_useful(
+    files: Mapping[int, Path], pids: Mapping[int, int], blocked: Collection[int]
+) -> Iterator[tuple[int, str]]:
+    """Write native frames of at most `MOST_RANKS` ranks (rank -> its native.txt), those that want the CPU first; yield each rank
+    with '' or the reason for the missing dump.
+
+    A rank in ``blocked`` waits in a call that its board names: its native frames would show only the transport.
+    """
+    free = [rank for rank, pid in pids.items() if pid and rank not in blocked]
+    chosen = sorted(free, key=lambda rank: not is_runnable(pids[rank]))[:MOST_RANKS]
+    for rank, pid in pids.items():
+        if rank in chosen:
+            yield rank, dump_native(pid, files[rank])
+        elif not pid:
+            yield rank, "it runs on another node"
+        else:
+            yield rank, "it waits in a collective" if rank in blocked else f"{MOST_RANKS} other ranks were looked at"
+
+
+def dump_native(pid: int, path: Path) -> str:
+    """Write py-spy's dump of a process of this user to ``path``; returns '' or the reason for its absence."""
+    text, why_not = dump_by_py_spy(pid, "--native", limit_s=LIMIT_S)
+    if not text:
+        return why_not
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        return f"its dump could not be written: {error.strerror}"
+    return ""
+
 
 SAMPLE_S = 0.4
 COUNTERS_REQUEST = "counters.asked"  # nsa/trace/stall/counters.py looks for it, and deletes it with its answer

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.observe.announcements import announcement
 from pytest_nsa.observe.host_log import note
-from pytest_nsa.observe.observer import Observer
+from pytest_nsa.observe.observer import Observer, announcement
 from pytest_nsa.observe.progress import GRACE_S
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.system.gpu import XidWatch
-from pytest_nsa.system.memory import count_oom_kills
+from pytest_nsa.system.procfs import count_oom_kills
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import Limits, Monitor, Starter
 
@@ -158,7 +157,8 @@ class RanksRun:
         """Return whether to stop the other ranks of a failed test: after a while, or sooner if they only wait."""
         if since_failure >= self.limits.after_failure:
             return True
-        return since_failure >= GRACE_S and self.watch.stalled_s >= GRACE_S and self.watch.all_blocked(self.statuses)
+        is_still = since_failure >= GRACE_S and self.watch.stalled_s >= GRACE_S
+        return is_still and set(self.watch.boards) - set(self.statuses) <= set(self.watch.blocked)
 
     def _waits_for_the_finished(self) -> bool:
         """Return whether the other ranks wait in a collective for ranks that have ended, which cannot complete."""

@@ -13,7 +13,7 @@ from _pytest.debugging import pytestPDB
 
 from nsa.trace.events import record
 from pytest_nsa.rank.context import RankContext, current_rank
-from pytest_nsa.system import unix_sockets
+from pytest_nsa.system import sockets
 
 ANY_RANK = -1
 
@@ -90,4 +90,4 @@ def post_mortem(ctx: RankContext, excinfo: pytest.ExceptionInfo[BaseException]) 
 
 
 def _connect(ctx: RankContext) -> socket.socket | None:
-    return unix_sockets.connect(ctx.job.debugger) if ctx.job.debugger else None
+    return sockets.connect(ctx.job.debugger) if ctx.job.debugger else None

@@ -1,4 +1,4 @@
-"""The objects that fixtures return on ranks: the group, DDP, FSDP, the tracer. torch is imported where it is used."""
+"""The objects that fixtures return on ranks: the group, DDP, FSDP, the tracer. Imported in ranks alone, as it imports torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.trace.ddp_buckets import BucketTrace
+from nsa.trace.gradients import GradientTrace
+from nsa.trace.module_backward import ModuleBackwardTrace
 from pytest_nsa import marks
 from pytest_nsa.rank.context import RankContext
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from nsa.trace.gradients import GradientTrace
-    from nsa.trace.module_backward import ModuleBackwardTrace
-
 
 WrapByHook = Callable[["nn.Module", str, dict[str, Any]], "nn.Module | None"]
 
@@ -37,8 +38,6 @@ class Group:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        import torch.distributed as dist
-
         dist.barrier()
 
 
@@ -54,9 +53,6 @@ class DDP(Group):
         wrapped = self.wrap_by_hook(model, "ddp", options)
         if wrapped is not None:
             return wrapped
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
-
         settings: dict[str, Any] = {"static_graph": self.static_graph, **options}
         if self.device != "cpu":
             settings.setdefault("device_ids", [torch.device(self.device).index])
@@ -80,21 +76,17 @@ class FSDP(Group):
         wrapped = self.wrap_by_hook(model, "fsdp", options)
         if wrapped is not None:
             return wrapped
-        from torch import nn
-
         model = model.to(self.device)
         if blocks is None:
             blocks = [child for m in model.modules() if isinstance(m, nn.ModuleList) for child in m]
         if (version or self.version) == 1:
             return self._wrap1(model, blocks, options)
-        import torch
-        from torch.distributed.fsdp import fully_shard
-
         if self.device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise RuntimeError(
                 f"fully_shard of torch {torch.__version__} does not run on CPU; use --ranks-fsdp-version 1"
             )
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
 
         options.setdefault("mesh", init_device_mesh(self.device.partition(":")[0], (self.world_size,)))
         for block in blocks:
@@ -103,7 +95,6 @@ class FSDP(Group):
         return model
 
     def _wrap1(self, model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> nn.Module:
-        import torch
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -129,12 +120,6 @@ class Trace:
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[Trace]:
         """Trace one step of ``model`` (wrapped or not); the report is printed when the block ends, however it ends."""
-        from torch.nn.parallel import DistributedDataParallel
-
-        from nsa.trace.ddp_buckets import BucketTrace
-        from nsa.trace.gradients import GradientTrace
-        from nsa.trace.module_backward import ModuleBackwardTrace
-
         self.step += 1
         if "grads" in self.kinds:
             self._gradients = GradientTrace(model)

@@ -106,7 +106,7 @@ class WithoutReports:
     """Registered in a child pytest of this plugin, which reports nothing. Made before plugins are configured."""
 
     def __init__(self, config: pytest.Config) -> None:
-        # An ini file may name it. The options that write are not on a child's command line (spawn/child_arguments.py).
+        # An ini file may name it. The options that write are not on a child's command line (session/launchers.py).
         config.option.log_file = os.devnull
 
     @pytest.hookimpl(trylast=True)  # plugins register others as they are configured

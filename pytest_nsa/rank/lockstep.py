@@ -7,6 +7,7 @@ the outcome through the group's store.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -39,8 +40,7 @@ def _function(item: Any) -> Any:
 
 def relax(item: Any) -> None:
     """Turn off hypothesis' deadline, which one rank may miss, and its health checks, which would make fixtures on the host."""
-    import hypothesis
-
+    hypothesis: Any = sys.modules["hypothesis"]
     test = _function(item)
     test._hypothesis_internal_use_settings = hypothesis.settings(
         parent=test._hypothesis_internal_use_settings,
@@ -51,10 +51,9 @@ def relax(item: Any) -> None:
 
 def prepare(ctx: RankContext, item: Any) -> None:
     """In a rank: make a hypothesis test run in step with the others."""
-    import hypothesis
     import torch.distributed as dist
 
-    test = _function(item)
+    test, hypothesis = _function(item), sys.modules["hypothesis"]
     hypothesis.seed(ctx.job.seed)(test)  # also turns the database off
     relax(item)
     inner = test.hypothesis.inner_test

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nsa.trace import autostart
+from nsa.trace import autostart, events
+from nsa.trace.stall import exceptions
 
 if TYPE_CHECKING:
     from nsa.trace.training import TracedTraining
@@ -43,9 +44,6 @@ class LaunchedRank:
         """Record how a phase of a test ended: an exception, a skip, an expected failure."""
         if call.excinfo is None or "torch.distributed" not in sys.modules or not (self.folder / "board.bin").exists():
             return  # a rank without a group: nothing waits for it
-        from nsa.trace import events
-        from nsa.trace.stall import exceptions
-
         error = call.excinfo.value
         kinds = {pytest.skip.Exception: "skipped", pytest.xfail.Exception: "xfailed"}
         kind = next((name for of, name in kinds.items() if isinstance(error, of)), "")

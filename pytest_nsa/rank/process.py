@@ -32,14 +32,20 @@ from nsa.trace.stall.threads import lasting_threads
 from nsa.trace.training import record_models
 from pytest_nsa.evidence.board import learn
 from pytest_nsa.rank import coverage, replay
+from pytest_nsa.rank.connections import (
+    change_after_each,
+    leave_group,
+    meeting_store,
+    set_first,
+    wait_for_others,
+    wait_for_threads,
+)
 from pytest_nsa.rank.context import LATE, RankContext, become, end_if_forked
-from pytest_nsa.rank.keep_connections import wait_for_others, wait_for_threads
-from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.rank.store import ChannelStore
-from pytest_nsa.system.children import end_leftovers
+from pytest_nsa.system.descendants import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
-from pytest_nsa.system.memory import AddedMemory
 from pytest_nsa.system.prctl import become_subreaper, set_handler, write_lines_at_once
+from pytest_nsa.system.procfs import AddedMemory
 from pytest_nsa.wire.files import append, open_to_append
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
@@ -137,7 +143,8 @@ class RankProcess:
             job = self._next_job()
         while job is not None:
             code = self._run(job)
-            stays = job.stay and (job.fresh_group or self._has_kept_its_group())
+            has_kept_its_group = not self.spec.backend or dist.group.WORLD is self._group  # '': a test makes its own
+            stays = job.stay and (job.fresh_group or has_kept_its_group)
             late = [m for m in LATE if m in sys.modules and m not in self._had]
             self._send(op="finished", code=code, stays=stays, late=late)
             if not stays:
@@ -312,10 +319,6 @@ class RankProcess:
             self.spec.backend, store=store, rank=self.number, world_size=self.spec.world_size, timeout=GROUP_TIMEOUT
         )
         self._group = dist.group.WORLD
-
-    def _has_kept_its_group(self) -> bool:
-        """Return whether the default group is the one that was formed here; true where a test makes its own."""
-        return not self.spec.backend or dist.group.WORLD is self._group
 
     def _store(self) -> dist.Store:
         if self.spec.rendezvous:

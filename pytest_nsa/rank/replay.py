@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -25,13 +26,88 @@ from pytest_nsa import marks
 from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext, end_if_forked
-from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
-from pytest_nsa.rank.plugin_calls import disable_host_calls, unwritten_inline_snapshots
-from pytest_nsa.rank.spare_files import SpareFiles
+from pytest_nsa.settings import named_plugins
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
+
+
+def disable_host_calls(config: pytest.Config) -> None:
+    """Make pytest-dependency's ``depends()`` fail and drop allure's steps and attachments. Once per process, before a test."""
+    _, in_ranks = named_plugins(config)
+    dependency, allure = sys.modules.get("pytest_dependency"), sys.modules.get("allure_commons")
+    if dependency is not None and not in_ranks & {"dependency", "pytest_dependency"}:
+        dependency.DependencyManager.checkDepend = _refuse_dependency
+    if allure is not None and "allure_pytest" not in in_ranks:
+        # A body's calls reach these through allure's own plugin manager, and would write into the host's folder of results.
+        for name, plugin in allure.plugin_manager.list_name_plugin():
+            if type(plugin).__name__ in ("AllureListener", "AllureFileLogger"):
+                allure.plugin_manager.unregister(name=name)
+
+
+def _refuse_dependency(*_: Any) -> None:
+    """Replace the check, which would skip the test: no rank has the results of other tests."""
+    pytest.fail(
+        "pytest_dependency.depends(): a rank does not know the outcomes of other tests, so it would skip this one: use the mark "
+        "dependency(depends=[...]), which the host checks",
+        pytrace=False,
+    )
+
+
+def unwritten_inline_snapshots() -> str:
+    """Return, after a test's body, the error for snapshot() calls without the right value; '' without any.
+
+    inline-snapshot writes values into the source at the end of the host's session, which does not know a rank's values. Its own
+    message promises that they are written, so its counts are reset.
+    """
+    module = sys.modules.get("inline_snapshot._global_state")
+    if module is None:
+        return ""
+    state = module.state()
+    is_unwritten = state.missing_values or state.incorrect_values
+    state.missing_values = state.incorrect_values = 0
+    return (
+        "inline-snapshot: a snapshot() has no value, or not the one of this rank, and ranks write none: write it by hand, or "
+        "create it in a test without ranks"
+        if is_unwritten
+        else ""
+    )
+
+
+COUNT = 4
+
+
+class SpareFiles:
+    """Reserved descriptors, all of one file in memory."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        self._inode = 0
+
+    def hold(self) -> None:
+        """Reserve `COUNT` descriptors, or fewer if there are not so many; no-op if they are reserved."""
+        if self._held:
+            return
+        with contextlib.suppress(OSError):
+            self._held.append(os.memfd_create("nsa-spare"))
+            self._inode = os.fstat(self._held[0]).st_ino
+            while len(self._held) < COUNT:
+                self._held.append(os.dup(self._held[0]))
+
+    def make_room(self) -> None:
+        """Close them if no other descriptor is free, except those that the test has closed and opened as another file."""
+        if not self._held:
+            return
+        try:
+            os.close(os.dup(self._held[0]))
+        except OSError:
+            while self._held:
+                fd = self._held.pop()
+                with contextlib.suppress(OSError):
+                    if os.fstat(fd).st_ino == self._inode:
+                        os.close(fd)
+
 
 # Plugins of pytest itself that use the terminal, or would take faulthandler from the rank; others are in `host_plugins`.
 # pytest-cov's contexts belong to the host's measurement, which a rank replaces by one of its test alone.
@@ -81,6 +157,8 @@ def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
 
 
 def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
+    from pytest_nsa.rank.handles import by_name  # it imports torch, which the process that forks ranks has not yet
+
     available = {**by_name(ctx), **ctx.job.arguments}
     wanted = inspect.signature(function).parameters
     try:
@@ -173,10 +251,6 @@ def _is_expected(error: BaseException, raises: Any) -> bool:
     """Return whether ``raises`` of a mark xfail, types or a RaisesExc, names an exception."""
     matches = getattr(raises, "matches", None)
     return bool(matches(error)) if matches is not None else isinstance(error, raises)
-
-
-def _make_frame(item: pytest.Item) -> traceback.FrameSummary:
-    return traceback.FrameSummary(*marks.find_place(item), item.name, lookup_line=False)
 
 
 def _suite_properties(config: pytest.Config) -> list[tuple[str, Any]]:
@@ -287,7 +361,10 @@ class RankRecorder:
 
     def _record_failure(self, item: pytest.Item, error: BaseException, phase: str, is_of_a_plugin: bool) -> None:
         """Record what failed a phase: of pytest or a plugin at the place that its text names, or at the test."""
-        place = _first_named(item, str(error)) or _make_frame(item) if is_of_a_plugin else None
+        place = None
+        if is_of_a_plugin:
+            of_the_test = traceback.FrameSummary(*marks.find_place(item), item.name, lookup_line=False)
+            place = _first_named(item, str(error)) or of_the_test
         record_exception(self.ctx.folder, error, phase, place)
 
     def _record_left(self, event: str, reason: str, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""A failure's lines of source with what each rank did there, for terminals and pages."""
+"""A failure's lines of source with what each rank did there, for terminals, pages and GitHub's annotations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.labels import RAISES
 from pytest_nsa.diagnosis.verdict import Label, Verdict, stated
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.report.plain import visible
 
 MOST_LABELS = 6
 CODE = 56  # columns of code, behind which it is cut
@@ -87,3 +88,22 @@ def _dedented(lines: list[LabelledLine], evidence: Evidence) -> list[str]:
         codes = textwrap.dedent("\n".join(read_code(evidence, file, lines[i].line) for i in of_file)).split("\n")
         found |= dict(zip(of_file, codes, strict=True))
     return [found[i] for i in range(len(lines))]
+
+
+MOST = 10  # errors and notices of a step that GitHub shows
+
+
+def annotate(verdict: Verdict, name: str) -> Iterator[str]:
+    """Yield a command per line that the verdict's labels name: an error at the line that is blamed, else a notice."""
+    title = _property(f"{verdict.outcome}: {verdict.cause}, {verdict.culprits()} ({name})")
+    for of in [of for of in list_lines(verdict, verdict.labels) if of.line][:MOST]:
+        level, texts = ("error", (verdict.reason, *of.notes)) if of.is_blamed else ("notice", of.notes)
+        yield f"::{level} file={_property(of.file)},line={of.line},title={title}::{_data('; '.join(texts))}"
+
+
+def _data(text: str) -> str:
+    return visible(" ".join(text.split())).replace("%", "%25")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -13,14 +13,11 @@ from pytest_nsa.diagnosis.decision import Decision, choose_noun, count
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
-from pytest_nsa.report.decision_tree import way
 from pytest_nsa.report.failure import anchor, failure, outcome_tag
-from pytest_nsa.report.lanes import lanes
+from pytest_nsa.report.lanes import TRACE, lanes, write_trace
 from pytest_nsa.report.markup import Markup, document, file, row, table, tag
-from pytest_nsa.report.perfetto import NAME as TRACE
-from pytest_nsa.report.perfetto import write_trace
 from pytest_nsa.report.runs import ANNOUNCEMENTS
-from pytest_nsa.report.summary import Entry
+from pytest_nsa.report.summary import Entry, way
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.wire.files import read_lines
 

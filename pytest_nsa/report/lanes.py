@@ -1,16 +1,195 @@
-"""One lane per rank over time, as SVG: phases, steps, collectives, the stall, and who waits for whom. For many ranks a heat map."""
+"""A failure's pictures: one lane per rank over time, as SVG (phases, steps, collectives, the stall, who waits for whom; of many
+ranks a heat map), and the table of collectives: a row per rank, a column per number, a missing or differing call marked.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
-from pytest_nsa.report.calls import Column, find_waits, is_whole, make_columns
 from pytest_nsa.report.markup import Markup, tag
-from pytest_nsa.report.perfetto import first_seen, phase_spans
 from pytest_nsa.report.terminal import number_ranks, short_place
+from pytest_nsa.wire.files import write_json
+
+TRACE = "perfetto.json"
+_PHASES, _COLLECTIVES = 0, 1
+
+
+def build_trace(evidence: Evidence) -> dict[str, Any]:
+    """Return the trace: microseconds since the ranks were started; a process per rank, a track per kind, and an arrow from each
+    rank's collective to the same one of the next rank.
+    """
+    events = [e for rank in evidence.ranks for e in _rank_events(rank, evidence)]
+    return {"traceEvents": [*events, *_flows(evidence)], "displayTimeUnit": "ms"}
+
+
+def write_trace(folder: Path, evidence: Evidence) -> None:
+    """Write the trace into the folder of the evidence."""
+    write_json(folder / TRACE, build_trace(evidence))
+
+
+def _flows(evidence: Evidence) -> Iterator[dict[str, Any]]:
+    """Yield the arrows, in the order in which the ranks entered."""
+    places: dict[tuple[str, int], list[tuple[float, int]]] = {}
+    for rank in evidence.ranks:
+        for c in rank.collectives:
+            if c.peer == -1:
+                places.setdefault(c.place, []).append((c.entered, rank.rank))
+    for number, (place, entered) in enumerate(places.items(), 1):
+        for index, (at, pid) in enumerate(sorted(entered) if len(entered) > 1 else ()):
+            kind = "s" if index == 0 else "f" if index == len(entered) - 1 else "t"
+            ends = {"bp": "e"} if kind == "f" else {}
+            ts = round(1e6 * (at - evidence.started)) + 1
+            yield {
+                "ph": kind,
+                "id": number,
+                "pid": pid,
+                "tid": _COLLECTIVES,
+                "name": f"#{place[1]}",
+                "cat": "collective",
+                "ts": ts,
+                **ends,
+            }
+
+
+def _rank_events(rank: RankEvidence, evidence: Evidence) -> Iterator[dict[str, Any]]:
+    pid, begin = rank.rank, evidence.started
+    end = rank.exit_time or evidence.stop_time or max((b["time"] for b in rank.heartbeats), default=begin)
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {rank.rank}"}}
+    for track, name in ((_PHASES, "phases"), (_COLLECTIVES, "collectives")):
+        yield {"ph": "M", "pid": pid, "tid": track, "name": "thread_name", "args": {"name": name}}
+    for start, stop, phase, step in phase_spans(rank, end):
+        yield _slice(pid, _PHASES, phase, start - begin, stop - start, {"step": step})
+    for c in rank.collectives:
+        facts = {"group": c.group, "sequence": c.sequence, "site": c.site, "step": c.step, "left": not c.is_inside}
+        yield _slice(
+            pid, _COLLECTIVES, c.describe(), c.entered - begin, (c.left or max(end, c.entered)) - c.entered, facts
+        )
+
+
+def _slice(pid: int, tid: int, name: str, start: float, duration: float, facts: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": round(1e6 * start), "dur": max(1, round(1e6 * duration))}
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, **times, "args": facts}
+
+
+def first_seen(rank: RankEvidence) -> float:
+    """Return when the heartbeat wrote its first line, or the rank entered its first call, if that was before; infinity if never."""
+    calls = (c.entered for c in rank.collectives if c.sequence == 1 and c.entered)
+    return min((*(b["time"] for b in rank.heartbeats[:1]), *calls), default=float("inf"))
+
+
+def phase_spans(rank: RankEvidence, end: float) -> Iterator[tuple[float, float, str, int]]:
+    """Yield (start, stop, phase, step) of consecutive phases, from the heartbeat's lines; the last one lasts until ``end``.
+
+    The first one begins where the rank was first seen.
+    """
+    current: tuple[float, str, int] | None = None
+    for beat in rank.heartbeats:
+        if current is None:  # of a short test the last phase may be the only one that was written
+            current = (first_seen(rank), "body" if beat["phase"] == "done" else beat["phase"], beat["step"])
+        if (beat["phase"], beat["step"]) != current[1:]:
+            yield current[0], beat["time"], current[1], current[2]
+            current = (beat["time"], beat["phase"], beat["step"])
+    if current is not None and current[1] != "done":
+        yield current[0], max(end, current[0]), current[1], current[2]
+
+
+COLUMNS = 10  # the last of a group
+MOST_GROUPS = 6
+
+Column = dict[int, Collective]  # by rank
+
+
+def make_columns(evidence: Evidence) -> dict[str, dict[int, Column]]:
+    """Return collectives by group, number and rank; sends and receives are excluded, as they pair by peer and tag."""
+    found: dict[str, dict[int, Column]] = {}
+    for rank in evidence.ranks:
+        for c in rank.collectives:
+            if c.peer == -1:
+                found.setdefault(c.group, {}).setdefault(c.sequence, {})[rank.rank] = c
+    return found
+
+
+def is_whole(column: Column) -> bool:
+    """Return whether all ranks of the group made the call, with equal operation and arguments."""
+    first = next(iter(column.values()))
+    return len(column) >= first.size and len({c.shape for c in column.values()}) == 1
+
+
+def call_tables(evidence: Evidence) -> Iterator[Markup]:
+    """Yield a table per group in which ranks differ, else the one of the group that was used last."""
+    groups = make_columns(evidence)
+    uneven = [name for name, columns in groups.items() if not all(map(is_whole, columns.values()))]
+    latest = max(groups, key=lambda n: max(c.entered for col in groups[n].values() for c in col.values()), default=None)
+    for name in uneven[:MOST_GROUPS] or ([latest] if latest is not None else []):
+        yield _table(evidence, name, groups[name])
+    if len(uneven) > MOST_GROUPS:
+        yield tag("p", f"{len(uneven) - MOST_GROUPS} other groups differ, too.", class_="quiet")
+
+
+def _table(evidence: Evidence, group: str, columns: dict[int, Column]) -> Markup:
+    numbers = sorted(columns)[-COLUMNS:]
+    members = [r for r in evidence.members(group) if r < len(evidence.ranks)]
+    rows: dict[tuple[str, ...], list[int]] = {}
+    cells: dict[tuple[str, ...], list[Markup]] = {}
+    for rank in members:
+        row = [_cell(columns[n], rank) for n in numbers]
+        key = tuple(str(cell) for cell in row)
+        rows.setdefault(key, []).append(rank)  # equal rows once: 64 ranks have two or three different ones
+        cells[key] = row
+    head = tag("tr", tag("th", "rank", scope="col"), *(tag("th", f"#{n}", scope="col") for n in numbers))
+    body = [
+        tag("tr", tag("th", number_ranks(ranks).partition(" ")[2], scope="row"), *cells[key])
+        for key, ranks in rows.items()
+    ]
+    caption = f"collectives of {'the default group' if group in ('', 'default', '0') else f'group {group}'}"
+    return tag(
+        "div",
+        tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body), class_="calls"),
+        class_="scroll",
+    )
+
+
+def _cell(column: Column, rank: int) -> Markup:
+    usual = _usual(column)
+    c = column.get(rank)
+    if c is None:
+        return tag("td", "not entered", class_="hole", title=f"rank {rank} did not enter it")
+    odd = c.shape != usual.shape
+    state = "inside" if c.is_inside else ""
+    label = [c.op, tag("br"), tag("small", f"{c.dtype} × {c.count}" if c.dtype else "")]
+    if c.is_inside:
+        label.append(tag("small", " waits", class_="waits"))
+    return tag("td", *label, class_=f"{'odd ' if odd else ''}{state}".strip() or None, title=c.describe())
+
+
+def _usual(column: Column) -> Collective:
+    """Return the call that most ranks made at this place."""
+    shapes = [c.shape for c in column.values()]
+    most = max(shapes, key=shapes.count)
+    return next(c for c in column.values() if c.shape == most)
+
+
+def find_waits(evidence: Evidence) -> dict[int, set[int]]:
+    """Return, by rank, the ranks that it waits for: members of the group of its call that have not entered this call."""
+    groups = make_columns(evidence)
+    found: dict[int, set[int]] = {}
+    for rank in evidence.ranks:
+        for c in rank.board.inside if rank.board is not None and not rank.finished else ():
+            if c.peer >= 0:
+                found.setdefault(rank.rank, set()).add(c.peer)
+            elif c.peer == -1:
+                there = groups[c.group].get(c.sequence, {})
+                missing = {m for m in evidence.members(c.group) if m not in there or there[m].shape != c.shape}
+                if missing:
+                    found.setdefault(rank.rank, set()).update(missing - {rank.rank})
+    return found
+
 
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 WIDTH, LEFT, RIGHT = 860, 76, 44

@@ -1,4 +1,4 @@
-"""The files that a session writes for the whole run: env.json, the lists over all tests, SUMMARY.md and report.html."""
+"""What a session writes for the whole run: env.json, lists over all tests, SUMMARY.md, report.html; and a test's traces.log."""
 
 from __future__ import annotations
 
@@ -7,19 +7,71 @@ import functools
 import json
 import os
 import platform
+import re
 import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nsa.trace.secrets import masked_variables
 from pytest_nsa.diagnosis.decision import Decision
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import Verdict, group_runs
+from pytest_nsa.evidence.collectives import parse_ranks
 from pytest_nsa.report import summary
-from pytest_nsa.report.traces import find_missing
-from pytest_nsa.settings import outer_environment, step_summary
+from pytest_nsa.settings import step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
 from pytest_nsa.wire.files import append, read_bytes, read_object, read_text, write_atomically, write_json
 from pytest_nsa.wire.messages import SCHEMA
+
+# Reports that each rank makes of itself. The lines of buckets name their rank; all others concern the whole test.
+_OF_EACH_RANK = ("[GRAD-TRACE]", "[MODULE-BWD]", "  - MISSING: ")
+_MISSING = re.compile(r"(?:\[rank ([\d,-]+)\] )?  - MISSING: (\S+)$")
+
+
+def merge_traces(logs: Mapping[int, Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of the merged log, from those of each rank, in the order of the ranks.
+
+    A report that is equal on all ranks is there once. In a report of some ranks, each line begins with their numbers:
+    ``[rank 1]   - MISSING: name``.
+    """
+    ranks: dict[tuple[tuple[str, ...], int], list[int]] = {}  # by report, and how often the rank made it before
+    for rank, lines in logs.items():
+        seen: Counter[tuple[str, ...]] = Counter()
+        for report in _reports(lines):
+            ranks.setdefault((report, seen[report]), []).append(rank)
+            seen[report] += 1
+    for (report, _), of in ranks.items():
+        is_of_all = len(of) == len(logs) or not report[0].startswith(_OF_EACH_RANK)
+        prefix = "" if is_of_all else f"[rank {listed(of)}] "
+        yield from (f"{prefix}{line}" for line in report)
+
+
+def _reports(lines: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield lines together with the items ("  - ...") that follow them."""
+    report: list[str] = []
+    for line in lines:
+        if report and not line.startswith("  - "):
+            yield tuple(report)
+            report = []
+        report.append(line)
+    if report:
+        yield tuple(report)
+
+
+def find_missing(lines: Iterable[str], world_size: int) -> dict[str, str]:
+    """Return the parameters that a merged log names as missing, with the ranks: '1', '0,2-7'."""
+    found: dict[str, set[int]] = {}
+    for match in filter(None, map(_MISSING.match, lines)):
+        found.setdefault(match[2], set()).update(parse_ranks(match[1], world_size) if match[1] else range(world_size))
+    return {name: listed(ranks) for name, ranks in found.items()}
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return '1', '0,1' or '0-5,8'."""
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in group_runs(ranks))
+
 
 DECISION = "decision.json"
 GIT_LIMIT_S = 5.0
@@ -45,8 +97,17 @@ def environment(gpus: int) -> dict[str, Any]:
         **({"gpu": ", ".join(names), "driver": driver_version()} if (names := gpu_names()) else {}),
         **({"revision": found} if (found := _revision()) else {}),
         **versions,
-        "variables": outer_environment(),
+        "variables": _variables(),
     }
+
+
+def _variables() -> dict[str, Any]:
+    """Variables that describe how this run was set up, for env.json, without secrets."""
+    prefixes = (
+        "NSA_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "WORLD_SIZE", "RANK", "PYTEST_ADDOPTS",
+    )  # fmt: skip
+    shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes) or k == "CONFIG"}
+    return masked_variables(shown)
 
 
 def _revision() -> str:

@@ -1,7 +1,7 @@
 """The runs in an artifacts folder: which are finished, and which of them are kept.
 
 A run is a folder with an env.json; it is finished if it has a run.json, and in use while a process of it holds its lock. Nothing
-else in the folder is ever deleted, nothing that another user has made, and nothing that is mounted there; no link is followed.
+else in the folder is ever deleted; no link is followed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,6 @@ from pathlib import Path
 
 from pytest_nsa.evidence.shapes import Check, has, is_count, is_flag, is_map, is_number, is_schema, is_text
 from pytest_nsa.report.summary import VERDICTS
-from pytest_nsa.system.disk_space import find_owner
-from pytest_nsa.system.folder_removal import has_mounts, remove_tree
 from pytest_nsa.wire.files import read_lines, read_object, write_json
 from pytest_nsa.wire.messages import SCHEMA
 
@@ -34,13 +33,12 @@ _END: dict[str, Check] = {"schema": is_schema, "time": is_number, "failed": is_c
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's folder; ``failed`` is how many of its tests failed, ``owner`` is the user id of its owner."""
+    """A run's folder; ``failed`` is how many of its tests failed."""
 
     path: Path
     time: float
     finished: bool
     failed: int
-    owner: int
 
 
 def is_in_use(run: Path) -> bool:
@@ -71,72 +69,43 @@ def finish(run: Path, failed: int, *, interrupted: bool) -> None:
     write_json(run / FINISHED, facts)
 
 
-def list_runs(root: Path, unread: list[str] | None = None) -> list[Run]:
-    """Return the runs in an artifacts folder, the newest first; other folders are skipped.
-
-    A run that cannot be read is skipped, too, and a sentence on it is added to ``unread``.
-    """
-    found = []
-    for path in (path for name in _RUNS for path in root.glob(name)):
-        try:
-            run = None if path.is_symlink() or not path.is_dir() else _read(path)
-        except (OSError, ValueError) as error:
-            if unread is not None:
-                unread.append(f"{path.name}: {error}")
-            continue
-        if run is not None:
-            found.append(run)
-    return sorted(found, key=lambda run: (run.time, run.path.name), reverse=True)
+def list_runs(root: Path) -> list[Run]:
+    """Return the runs in an artifacts folder, the newest first. Other folders, and runs with damaged files, are skipped."""
+    paths = (path for name in _RUNS for path in root.glob(name) if path.is_dir() and not path.is_symlink())
+    return sorted(filter(None, map(_read, paths)), key=lambda run: (run.time, run.path.name), reverse=True)
 
 
 def _read(path: Path) -> Run | None:
-    """Return a run; None if a folder is no run. Raises ValueError that describes what is wrong in its files."""
-    status = path.lstat()
-    env = read_object(path / "env.json")
-    if "schema" not in env:
+    """Return a run; None where the files of a folder are not as this version writes them."""
+    if not has(read_object(path / "env.json"), _ENV):
         return None
-    if not has(env, _ENV):
-        raise ValueError("its env.json is not as this version writes it")
     if not os.path.lexists(path / FINISHED):
-        return Run(path, status.st_mtime, finished=False, failed=0, owner=status.st_uid)
+        return Run(path, path.lstat().st_mtime, finished=False, failed=0)
     end = read_object(path / FINISHED)
     if not has(end, _END) or not 0 <= end["time"] <= time.time() + DAY_S:
-        raise ValueError(f"its {FINISHED} is not as this version writes it")
-    return Run(path, end["time"], finished=True, failed=end["failed"], owner=status.st_uid)
-
-
-def in_short(unread: list[str]) -> str:
-    """Return on one line what `list_runs` could not read."""
-    return unread[0] + (f", and {len(unread) - 1} more" if len(unread) > 1 else "")
+        return None
+    return Run(path, end["time"], finished=True, failed=end["failed"])
 
 
 def surplus(runs: list[Run], keep: int, keep_failed: int = KEPT_FAILED) -> list[Run]:
-    """Return the user's finished runs beyond the ``keep`` newest, and beyond the ``keep_failed`` newest of those that failed."""
-    finished, ours = [run for run in runs if run.finished], {os.getuid()}
-    if not ours.issuperset(run.owner for run in finished):
-        ours.add(find_owner(finished[0].path.parent))
-    finished = [run for run in finished if run.owner in ours]
+    """Return the finished runs beyond the ``keep`` newest, and beyond the ``keep_failed`` newest of those that failed."""
+    finished = [run for run in runs if run.finished]
     kept = {run.path for run in finished[:keep]} | {run.path for run in [r for r in finished if r.failed][:keep_failed]}
     return [run for run in finished if run.path not in kept]
 
 
 def delete(runs: list[Run]) -> Iterator[Path]:
-    """Delete runs that are not in use, and in which nothing is mounted; yield those that were deleted.
+    """Delete runs that are not in use; yield those that were deleted.
 
     A run is first renamed, so that no reader finds half of one; renamed runs that an earlier process left are deleted, too.
     """
     for run in runs:
-        if is_in_use(run.path) or has_mounts(run.path):
-            continue
-        doomed = run.path.with_name(f".{run.path.name}.{os.urandom(8).hex()}.deleted")
-        with contextlib.suppress(OSError):
-            run.path.rename(doomed)
-            yield run.path
-    roots = {run.path.parent for run in runs}
-    for doomed in (path for root in roots for name in _RUNS for path in root.glob(f".{name}.deleted")):
-        with contextlib.suppress(OSError):
-            if doomed.lstat().st_uid in {run.owner for run in runs}:
-                remove_tree(doomed)
+        if not is_in_use(run.path):
+            with contextlib.suppress(OSError):
+                run.path.rename(run.path.with_name(f".{run.path.name}.{os.urandom(8).hex()}.deleted"))
+                yield run.path
+    for doomed in {path for run in runs for name in _RUNS for path in run.path.parent.glob(f".{name}.deleted")}:
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def cut_off(runs: list[Run]) -> list[Path]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import SECOND_RUN, Verdict, group_runs
 from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
+from pytest_nsa.report.frame import frame_text
 from pytest_nsa.report.plain import visible
 
 MOST_LINES = 20
@@ -70,7 +72,6 @@ def _sure(verdict: Verdict) -> str:
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     """Return the verdict in at most `MOST_LINES` lines: the culprit, the frame of source, why, and what to do."""
     from pytest_nsa.report.divergence import describe_causes  # not before a failure: sessions that pass do without
-    from pytest_nsa.report.frame import frame_text
 
     out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
     out += map(short_place, frame_text(verdict, evidence))
@@ -140,8 +141,6 @@ def _list_failures(rank: RankEvidence, *, in_full: bool) -> Iterator[tuple[str, 
 
     ``in_full``: also those that are a consequence of another rank's failure.
     """
-    from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
-
     if not in_full and rank.exceptions and all(map(is_victim, rank.exceptions)):
         return  # the frame of source shows where it was
     for entry in rank.reports:

@@ -1,6 +1,7 @@
-"""``--ranks-bisect`` and ``--ranks-bisect-env``: run a failed test again on fewer layers, with other values, or with variables.
+"""Further runs of a failed test: ``--ranks-bisect`` and ``--ranks-bisect-env`` (on fewer layers, with other values, or with
+variables), and the second run, in which the control flow of its ranks is recorded.
 
-The first serves tests that take the named parameter, or the fixture `gc_range` or `branch`; the second serves all.
+The first serves tests that take the named parameter, or the fixture `gc_range` or `branch`; the others serve all.
 """
 
 from __future__ import annotations
@@ -12,9 +13,43 @@ import pytest
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.marks import BRANCHES, LayerRange
 from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import Settings
+
+FLOW = "flow"
+AUTO = 5  # tests of a session that run again
+MOST_S, LEAST_S, TIMES = 60.0, 20.0, 4.0
+HANG_AFTER_S = 2.0  # of a stall with a suspicion: the first run has shown that it does not end
+# Nothing in the program's control flow explains these: the machine, a signal, or the group's addresses.
+_FROM_OUTSIDE = frozenset(
+    {"oom", "network_unusable", "init_timeout", "rank_died", "rank_stopped", "transport_stuck", "device_busy"}
+)
+
+
+def may_run_again(item: pytest.Item, settings: Settings, verdict: Verdict, made: int) -> bool:
+    """Return whether a failed test runs again: its ranks did different things. ``made`` is the number of second runs so far."""
+    mark = item.get_closest_marker("rerun")
+    if (
+        settings.rerun == "off"
+        or item.config.getoption("usepdb", False)
+        or (mark is not None and mark.args == (False,))
+    ):
+        return False
+    if verdict.world_size < 2 or verdict.outcome not in ("HANG", "FAIL", "CRASH") or verdict.cause in _FROM_OUTSIDE:
+        return False
+    is_alike = len(verdict.ranks) == verdict.world_size and verdict.cause != "silent_divergence"
+    if verdict.outcome == "FAIL" and is_alike:
+        return False
+    return settings.rerun == "all" or made < AUTO
+
+
+def limit_second_run(evidence: Evidence) -> float:
+    """Return the seconds that the second run may take: a multiple of what the first took until it stalled."""
+    until = max(0.0, evidence.duration_s - evidence.stalled_s)
+    return min(MOST_S, max(LEAST_S, TIMES * until))
+
 
 MAX_RUNS = 16
 
@@ -125,61 +160,44 @@ def is_failure(verdict: Verdict, first: Verdict) -> bool:
     return verdict.failed and (verdict.outcome != "SLOW" or first.outcome == "SLOW")
 
 
-class _Tries:
-    """Runs of one test with some of the variables set, numbered; `MAX_RUNS` at most."""
-
-    def __init__(self, variables: Mapping[str, str], run: Run) -> None:
-        self.variables, self.run, self.count = variables, run, 0
-
-    @property
-    def has_runs_left(self) -> bool:
-        """Whether another run may be made."""
-        return self.count < MAX_RUNS
-
-    def passes(self, names: tuple[str, ...]) -> bool:
-        """Run the test with these variables, and return whether it passed."""
-        self.count += 1
-        environment = {name: self.variables[name] for name in names}
-        return self.run(Variation(label=f"env{self.count}", environment=environment)).outcome == "PASS"
-
-    def describe(self, names: tuple[str, ...]) -> str:
-        """Return the variables as NAME=VALUE."""
-        return " and ".join(f"{name}={self.variables[name]}" for name in names)
-
-
 def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
-    """Find the smallest set of variables with which the test passes, by halving (delta debugging: Zeller and Hildebrandt, 2002)."""
-    names = tuple(name for name in variables if _has_effect(name, needs))
+    """Find a set of variables with which the test passes, and from which none can be taken out."""
+    names = [name for name in variables if _has_effect(name, needs)]
     if not names:
         return f"bisect: none of {', '.join(variables)} has an effect on {needs.backend} and {needs.device}"
-    tries = _Tries(variables, run)
+    count = 0
+
+    def passes(some: Sequence[str]) -> bool:
+        nonlocal count
+        count += 1
+        tried = Variation(label=f"env{count}", environment={name: variables[name] for name in some})
+        return run(tried).outcome == "PASS"
+
     comes_and_goes = "bisect: it passes when it is run again as it is: the failure comes and goes" + (
         ", or needs what an earlier test left in its ranks" if needs.reuse else ", so no variable can be blamed"
     )
-    if tries.passes(()):
+    if passes(()):
         return comes_and_goes
-    if not tries.passes(names):
-        return _try_each_alone(names, tries)
-    names = _smallest(names, tries)
-    budget = "" if tries.has_runs_left else "; smaller sets may be left"
+    names, left = names[: MAX_RUNS - 4], names[MAX_RUNS - 4 :]  # less the control, the run with all, and two to confirm
+    untried = f"; {', '.join(left)} were not tried" if left else ""
+    if not passes(names):  # some may exclude each other
+        alone = [name for name in names if len(names) > 1 and passes((name,))]
+        texts = ", or with ".join(f"{name}={variables[name]}" for name in alone)
+        found = (
+            f"passes with {texts}; not with all at once"
+            if alone
+            else f"fails with each of {', '.join(names)}, and with all"
+        )
+        return f"bisect: {found} ({count} runs{untried})"
+    needed = names
+    for name in names:
+        fewer = [other for other in needed if other != name]
+        needed = fewer if fewer and passes(fewer) else needed
     # Twice more: a failure that comes and goes passes with anything.
-    if not tries.passes(names) or tries.passes(()):
+    if not passes(needed) or passes(()):
         return comes_and_goes
-    each = f"{tries.describe(names)} alone" if len(names) == 1 else f"{tries.describe(names)}, all of them"
-    return f"bisect: passes with {each} ({tries.count} runs{budget})"
-
-
-def _try_each_alone(names: tuple[str, ...], tries: _Tries) -> str:
-    """Of variables that do not help all at once, try each alone: some may exclude each other."""
-    if len(names) == 1:
-        return f"bisect: fails with {tries.describe(names)}, too ({tries.count} runs)"
-    alone = [name for name in names if tries.has_runs_left and tries.passes((name,))]
-    tried = names[: tries.count - 2]  # after one run with none and one with all
-    left = f"; {len(names) - len(tried)} were not tried alone" if len(tried) < len(names) else ""
-    if not alone:
-        return f"bisect: fails with each of {', '.join(tried)}, and with all ({tries.count} runs{left})"
-    passing = ", or with ".join(tries.describe((name,)) for name in alone)
-    return f"bisect: passes with {passing}; not with all at once ({tries.count} runs{left})"
+    texts = " and ".join(f"{name}={variables[name]}" for name in needed)
+    return f"bisect: passes with {texts}{' alone' if len(needed) == 1 else ', all of them'} ({count} runs{untried})"
 
 
 def _has_effect(name: str, needs: Needs) -> bool:
@@ -187,21 +205,3 @@ def _has_effect(name: str, needs: Needs) -> bool:
     if name.startswith(("NCCL_", "TORCH_NCCL_")):
         return needs.backend in ("", "nccl")
     return needs.device != "cpu" or not name.startswith("CUDA_")
-
-
-def _smallest(names: tuple[str, ...], tries: _Tries) -> tuple[str, ...]:
-    """Return a set with which the test passes, and from which no variable can be removed, as far as runs are left."""
-    parts = 2
-    while len(names) > 1 and tries.has_runs_left:
-        size = -(-len(names) // parts)
-        chunks = [names[i : i + size] for i in range(0, len(names), size)]
-        rests = [tuple(n for n in names if n not in chunk) for chunk in chunks] if len(chunks) > 2 else []
-        smaller = next((some for some in (*chunks, *rests) if tries.has_runs_left and tries.passes(some)), None)
-        if smaller is not None:
-            parts = 2 if smaller in chunks else max(2, len(chunks) - 1)
-            names = smaller
-        elif len(chunks) == len(names):
-            break
-        else:
-            parts = min(len(names), 2 * parts)
-    return names

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,34 +77,22 @@ class Extensions:
         if self.scenarios and not (run / SCENARIOS).exists():
             write_json(run / SCENARIOS, self.scenarios, indent=1)
 
-    def find_name(self, item: pytest.Item) -> str:
-        """Return the name that a hook gives a test's folder; '' without one."""
-        found = self._call("pytest_nsa_artifact_name", item=item)
-        return found if isinstance(found, str) else ""
-
-    def collect_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[Fact]:
-        """Return the facts that hooks add for ranks that stall, as far as they return within `EVIDENCE_LIMIT_S`."""
+    def collect_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return the facts that hooks add for ranks that are about to be stopped, if they return within `EVIDENCE_LIMIT_S`."""
         if not self.config.pluginmanager.hook.pytest_nsa_collect_evidence.get_hookimpls():
             return []
         found: list[Fact] = []
 
         def collect() -> None:
-            given: Iterable[Iterable[Fact] | None] = (
-                self._call("pytest_nsa_collect_evidence", folder=folder, pids=pids) or ()
-            )
-            found.extend(fact for facts in given for fact in facts or () if isinstance(fact, Fact))
+            try:
+                given = self.config.hook.pytest_nsa_collect_evidence(folder=folder, pids=pids)
+                found.extend(fact for facts in given for fact in facts or () if isinstance(fact, Fact))
+            except Exception as error:  # a conftest's error: the test and its verdict must not suffer
+                self.report(f"pytest_nsa_collect_evidence failed: {type(error).__name__}: {error}")
 
         collector = threading.Thread(target=collect, name="nsa-evidence", daemon=True)
         collector.start()
         collector.join(EVIDENCE_LIMIT_S)
         if collector.is_alive():
             self.report(f"pytest_nsa_collect_evidence took more than {EVIDENCE_LIMIT_S:g} s: the verdict is without it")
-        return list(found)
-
-    def _call(self, hook: str, **arguments: Any) -> Any:
-        """Call a hook; where an implementation raises, the run reports that."""
-        try:
-            return getattr(self.config.hook, hook)(**arguments)
-        except Exception as error:  # a conftest's error: the test and its verdict must not suffer
-            self.report(f"{hook} failed: {type(error).__name__}: {error}")
-            return None
+        return [asdict(fact) for fact in found]

@@ -12,15 +12,18 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pytest_nsa.diagnosis.verdict import RULE_FAILED, Verdict
+from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.runs import ANNOUNCEMENTS, hold
+from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.terminal import short_path
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import (
-    check_owner,
     check_room,
     check_space,
     ignore_full_disk,
@@ -46,23 +49,22 @@ def safe_name(nodeid: str) -> str:
 
 
 NOTICES = "notices.jsonl"
-BOARD = 216 << 10  # bytes; a rank's board, and some more (tests_cpu/plugin/test_room.py compares them)
+BOARD = 216 << 10  # bytes; a rank's board, and some more (tests_cpu/plugin/test_artifacts.py compares them)
 LINES = 16 << 10  # of a rank's events, and of the host's: what a verdict cannot do without
 SMALLEST_LIMIT = 48 << 10  # of `ulimit -f`: below it no evidence fits,
 SMALL_LIMIT = 1 << 20  # and below this not all
 
 
 class RunFolder:
-    """``ROOT/run_TIME``, made when first needed; ``ROOT/latest`` points to the newest. ``mode``: its permissions.
+    """``ROOT/run_TIME``, made when first needed, for this user alone; ``ROOT/latest`` points to the newest.
 
     ``prefix``: ``test_engineer`` in place of ``run`` where the repository has a diagnostic plan, which has fixed this name.
     """
 
-    def __init__(self, root: Path, name: str | None = None, mode: int = 0o700) -> None:
+    def __init__(self, root: Path, name: str | None = None) -> None:
         self.root = root
         self.name = name
         self.prefix = "run"
-        self.mode = mode
         self._path: Path | None = None
         self._spare: Path | None = None  # for the folders of tests, once the disk is full
         self._reported: list[str] = []
@@ -121,8 +123,7 @@ class RunFolder:
             raise error
         make_folder(root)
         self._spare, self._taken = root / self.path.name, {}
-        self._spare.mkdir(mode=self.mode, exist_ok=True)
-        check_owner(self._spare)
+        self._spare.mkdir(mode=0o700, exist_ok=True)
         self.report(f"{short_path(self.path)}: {error.strerror}: evidence of further tests goes to {self._spare}")
 
     def find(self) -> None:
@@ -150,14 +151,13 @@ class RunFolder:
     def _make_run(self, root: Path) -> Path:
         if self.name:  # xdist workers write into the run that the controller named
             path = root / self.name
-            path.mkdir(mode=self.mode, exist_ok=True)
-            check_owner(path)
+            path.mkdir(mode=0o700, exist_ok=True)
             return path
         stamp = time.strftime(f"{self.prefix}_%Y%m%d_%H%M%S")
         for attempt in range(1000):
             path = root / (stamp if not attempt else f"{stamp}_{attempt}")
             try:
-                path.mkdir(mode=self.mode)
+                path.mkdir(mode=0o700)
                 return path
             except FileExistsError:
                 continue
@@ -228,3 +228,48 @@ class RunFolder:
     def notices(self) -> list[str]:
         """Return what was passed to `report`, by any worker if it could be written."""
         return list(dict.fromkeys((*(entry["text"] for entry in read_lines(self.path / NOTICES)), *self._reported)))
+
+
+# Defaults of a verdict's fields: of a test that passes, the run's list has only fields that differ from them.
+_DEFAULTS = {
+    name: value
+    for name, value in Verdict(nodeid="", outcome="PASS").to_json().items()
+    if name not in ("schema", "outcome")
+}
+
+
+class Recorder:
+    """Writes verdicts into the run's folder: its list, in which a test's last line counts, and its log."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def add(self, folder: Path, verdict: Verdict) -> None:
+        """Record a verdict; report rules that failed to the run."""
+        self._list(folder, verdict)
+        for fact in verdict.evidence:
+            if fact.kind == RULE_FAILED:
+                self.run.report(f"{fact.text} ({folder.name}); the verdict is by the other rules")
+        where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
+        self.run.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")
+
+    def expect_failure(self, folder: Path, verdict: Verdict) -> None:
+        """Mark a failure as foreseen by xfail, in the test's folder and in the run's list."""
+        self.replace(folder, replace(verdict, expected=True))
+
+    def replace(self, folder: Path, verdict: Verdict) -> None:
+        """Record another verdict on a test that has one."""
+        with ignore_full_disk():
+            folder.mkdir(exist_ok=True)  # that of a test which passed may be gone
+            write_verdict(folder, verdict)
+        self._list(folder, verdict)
+
+    def _list(self, folder: Path, verdict: Verdict) -> None:
+        fields = verdict.to_json()
+        if not verdict.failed:  # most tests pass, and such lines are most of what a run leaves
+            fields = {
+                name: value for name, value in fields.items() if name not in _DEFAULTS or value != _DEFAULTS[name]
+            }
+        line = {"folder": folder.name, **fields}
+        with ignore_full_disk():  # the terminal has the verdict
+            append_line(self.run.path / VERDICTS, line)

@@ -24,12 +24,10 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
+from pytest_nsa.rank.coverage import add_lines_of_ranks
 from pytest_nsa.report import terminal
 from pytest_nsa.session import phases
-from pytest_nsa.session.plugins import lines_by_test
-from pytest_nsa.session.reports import recorded_properties
-from pytest_nsa.session.reports.failure_text import ReprEntryNative
-from pytest_nsa.session.reports.rank_warnings import repeat_warnings
+from pytest_nsa.session.reports import ReprEntryNative, item_properties, repeat_warnings, suite_properties
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()
@@ -124,7 +122,7 @@ class Ranked(pytest.Function):
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
-        lines_by_test.add_lines_of_ranks(self, evidence.folder)
+        add_lines_of_ranks(self, evidence.folder)
         runner.remove_passed(self, verdict, evidence.folder)
         repeat_warnings(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):
@@ -205,10 +203,10 @@ class Ranked(pytest.Function):
 
     def _take_over(self, evidence: Evidence) -> None:
         """Copy the properties that the test recorded to this item, and what the ranks printed, unless it has been shown (`-s`)."""
-        self.user_properties.extend(recorded_properties.item_properties(evidence.ranks))
+        self.user_properties.extend(item_properties(evidence.ranks))
         log = self.config.stash.get(xml_key, None)
         if log is not None:
-            for name, value in recorded_properties.suite_properties(evidence.ranks):
+            for name, value in suite_properties(evidence.ranks):
                 log.add_global_property(name, value)
         verdict = self.stash[verdict_key]
         if verdict.failed:

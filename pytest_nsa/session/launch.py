@@ -1,10 +1,11 @@
-"""The fixture `launch`: run a function on ranks from outside, and read the verdict."""
+"""The fixture `launch`: run a function on ranks from outside, and read the verdict that a test gets back."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,47 @@ from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report.terminal import headline
 from pytest_nsa.session.folders import safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
-from pytest_nsa.session.outcome import Outcome
 from pytest_nsa.system.clock import wall_clock
-from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire.messages import Job, plain_nodeid
+
+
+class Outcome:
+    """The verdict on a launched function, and the folder with its evidence.
+
+    A test that reads neither ``verdict`` nor ``passed`` of a function that failed fails at its end.
+    """
+
+    def __init__(self, *, verdict: Verdict, folder: Path, world_size: int) -> None:
+        self._verdict, self.folder, self.world_size = verdict, folder, world_size
+        self._is_read = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the ranks did."""
+        self._is_read = True
+        return self._verdict
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rank returned."""
+        return self.verdict.outcome == "PASS"
+
+    @property
+    def is_unread_failure(self) -> bool:
+        """Whether the function failed and the test has not looked."""
+        return self._verdict.failed and not self._is_read
+
+    def output(self, rank: int) -> str:
+        """Return what a rank wrote to stdout and stderr."""
+        path = self.folder / f"rank{rank}" / "output.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
 
 failed_key = pytest.StashKey[bool]()
 launched_key = pytest.StashKey[list[Verdict]]()
 
 DEFAULT_TIMEOUT_S = 60.0
-PARALLELS = ("none", "ddp", "fsdp")
+
 
 Launch = Callable[..., Outcome]
 
@@ -42,8 +74,6 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         world_size: int = 2,
         timeout: float | None = None,
         backend: str | None = "gloo",
-        parallel: str = "none",
-        static_graph: bool = False,
         arguments: dict[str, Any] | None = None,
         reruns: bool = False,
     ) -> Outcome:
@@ -52,8 +82,10 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         if timeout is None:
             timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
         _check(function, world_size, timeout, outer, arguments or {})
-        _check_choice(function, "backend", backend, (*BACKENDS, None))
-        _check_choice(function, "parallel", parallel, PARALLELS)
+        if backend not in (*BACKENDS, None):
+            raise ValueError(
+                f"launch({function.__qualname__}, backend={backend!r}): must be one of {', '.join(BACKENDS)}, None"
+            )
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
@@ -64,8 +96,6 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
             world_size=world_size,
             backend=backend or "",
             timeout=timeout,
-            parallel=parallel,
-            static_graph=bool(static_graph),
             function=f"{function.__module__}:{function.__qualname__}",
             arguments=arguments or {},
             fsdp_version=runner.settings.fsdp_version,
@@ -86,7 +116,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
             runner.recorder.add(outcome.folder, outcome.verdict)
     elif not runner.settings.keep_passed:
         for outcome in outcomes:
-            remove_tree(outcome.folder)
+            shutil.rmtree(outcome.folder, ignore_errors=True)
     if unread is not None:
         pytest.fail(f"launch: {headline(unread.verdict)}: the test did not read outcome.verdict", pytrace=False)
 
@@ -124,13 +154,6 @@ def _check(function: Any, world_size: int, timeout: float, outer: float | None, 
     unknown = ", ".join(sorted(arguments.keys() - inspect.signature(function).parameters.keys()))
     if unknown:
         raise ValueError(f"launch({name}, arguments=...): the function has no parameter {unknown}")
-
-
-def _check_choice(function: Any, name: str, value: object, known: Sequence[str | None]) -> None:
-    if value not in known:
-        raise ValueError(
-            f"launch({function.__qualname__}, {name}={value!r}): must be one of {', '.join(map(str, known))}"
-        )
 
 
 def find_artifacts(request: pytest.FixtureRequest) -> Path:

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,16 +16,15 @@ from typing import Literal
 import pytest
 
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, start_pytest
+from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher, child_arguments, start_pytest
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Mode, Settings, settings_key
-from pytest_nsa.spawn.child_arguments import child_arguments
-from pytest_nsa.system import unix_sockets
+from pytest_nsa.system import sockets
 from pytest_nsa.system.disk_space import reserve
 from pytest_nsa.system.prctl import die_with, fork
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.wire.files import open_to_append
 from pytest_nsa.wire.messages import Channel
-from pytest_nsa.wire.protocols import Launcher, LaunchError, UnfitError
+from pytest_nsa.wire.protocols import Launcher, UnfitError
 
 LOG = 64 << 10  # bytes reserved on the disk for a zygote's log
 
@@ -95,8 +95,6 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
             os.dup2(fd, 2)
             Zygote(by_nodeid(session.items), theirs).serve()
         except BaseException:
-            import traceback
-
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(0)
@@ -119,7 +117,7 @@ class SharedZygote:
     """The xdist controller's part in a zygote for all its workers: started once a worker has connected to request ranks."""
 
     def __init__(self) -> None:
-        self._listener = unix_sockets.Listener("zygote")
+        self._listener = sockets.Listener("zygote")
         self.name = self._listener.name
         self._zygote: ZygoteLauncher | None = None
 
@@ -141,17 +139,12 @@ class SharedZygote:
 
 
 def _connect_to_shared(config: pytest.Config, log: Path) -> ZygoteLauncher | None:
-    """Return a worker's connection to the shared zygote; None without one: no xdist, another machine, or it has ended.
-
-    Raises LaunchError where no process accepts a connection.
-    """
+    """Return a worker's connection to the shared zygote; None without one: no xdist, another machine, or it has ended."""
     name = getattr(config, "workerinput", {}).get("nsa_zygote")
     if not name:
         return None
     try:
-        return ZygoteLauncher(Channel(unix_sockets.connect(name)), 0, log)
-    except TimeoutError as error:
-        raise LaunchError(f"the process that starts the ranks of all workers cannot be reached: {error}") from None
+        return ZygoteLauncher(Channel(sockets.connect(name)), 0, log)
     except OSError:
         return None
 
@@ -164,7 +157,6 @@ class RunLauncher:
         self._launcher: Launcher | None = None
         self._plan: LaunchPlan | None = None
         self._cold: Launcher | None = None  # for tests that need new interpreters, where other tests do not
-        self._unreachable = ""  # why the zygote of all workers cannot be reached
 
     @property
     def plan(self) -> LaunchPlan:
@@ -174,7 +166,7 @@ class RunLauncher:
         return self._plan
 
     def start(self, session: pytest.Session, *, between_tests: bool = False) -> Launcher:
-        """Start the launcher, unless it runs, and return it. Raises LaunchError where it cannot be reached.
+        """Start the launcher, unless it runs, and return it.
 
         This process may be forked only before the first test: inside a test, its state is no clean start for a rank.
         """
@@ -182,13 +174,7 @@ class RunLauncher:
             if self.plan.kind == "fork" and (not between_tests or why_not_fork(self.config)):
                 self._plan = LaunchPlan(kind="clean", description="forked from a clean child pytest")
             log = self.run.room / "zygote.log"
-            if self._unreachable:  # no test waits for it again
-                raise LaunchError(self._unreachable)
-            try:
-                self._launcher = start(self.plan.kind, self.config, session, log)
-            except LaunchError as error:
-                self._unreachable = str(error)
-                raise
+            self._launcher = start(self.plan.kind, self.config, session, log)
         return self._launcher
 
     def ready(self, session: pytest.Session) -> Launcher:

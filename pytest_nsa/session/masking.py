@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
+from nsa.trace import secrets
+from nsa.trace.secrets import masked, masked_value
 from pytest_nsa.evidence.board import masked_board
 from pytest_nsa.system.disk_space import ignore_full_disk
 from pytest_nsa.wire.files import parse, read_bytes, write_atomically
@@ -18,20 +19,13 @@ _LINES = ("events.jsonl", "reports.jsonl", "checksums.jsonl")
 _WHOLE = ("stall.json", "standing.json", "counters.json")
 
 
-def _secrets() -> ModuleType:
-    from nsa.trace import secrets  # not before a session requests it
-
-    return secrets
-
-
 def mask_all() -> None:
     """Mask what this process writes from now on."""
-    mask_with(_secrets())
+    mask_with(secrets)
 
 
 def mask_files(folder: Path) -> None:
     """Rewrite what the ranks of a test have left, once they have ended."""
-    masked = _secrets().masked
     for rank in folder.glob("rank*"):
         (rank / "cold.json").unlink(missing_ok=True)  # which gave a rank its job
         for name in _TEXTS:
@@ -43,7 +37,7 @@ def mask_files(folder: Path) -> None:
 
 def mask_text(path: Path) -> None:
     """Rewrite a file of text."""
-    _rewrite(path, _secrets().masked)
+    _rewrite(path, masked)
 
 
 def _rewrite(path: Path, mask: Callable[[str], str]) -> None:
@@ -55,21 +49,19 @@ def _rewrite_bytes(path: Path, mask: Callable[[bytes], bytes]) -> None:
         data = read_bytes(path, path.stat().st_size)
     except OSError:  # it left none
         return
-    masked = mask(data)
-    if masked != data:
+    changed = mask(data)
+    if changed != data:
         with ignore_full_disk():
-            write_atomically(path, masked)
+            write_atomically(path, changed)
 
 
 def _mask_lines(text: str) -> str:
-    masked, masked_value = _secrets().masked, _secrets().masked_value
     values = [(line, parse(line)) for line in text.splitlines(keepends=True)]
     return "".join(masked(line) if value is None else json.dumps(masked_value(value)) + "\n" for line, value in values)
 
 
 def shown_ids(nodeids: Iterable[str]) -> dict[str, str]:
     """Return each test's id with secrets masked, by its id; ids that masking makes equal get a number."""
-    masked = _secrets().masked
     found: dict[str, str] = {}
     counts: dict[str, int] = {}
     for nodeid in map(plain_nodeid, nodeids):

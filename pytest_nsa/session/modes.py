@@ -20,7 +20,7 @@ def begin(config: pytest.Config, *, is_late: bool) -> RankedSession:
         case Mode.WORKER:
             return WorkerSession(config, settings)
         case Mode.LEADER | Mode.FOLLOWER:
-            from pytest_nsa.session.outer.launched_session import LaunchedSession
+            from pytest_nsa.session.outer.hooks import LaunchedSession
 
             return LaunchedSession(config, settings, is_late=is_late)
     return RankedSession(config, settings)

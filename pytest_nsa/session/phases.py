@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from _pytest.skipping import xfailed_key
 
+from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -175,11 +176,6 @@ def _unreported(rank: RankEvidence, reports: dict[Phase, dict[str, Any]]) -> Pha
 
 def _only_waited(rank: RankEvidence, verdict: Verdict) -> bool:
     """Return whether a rank that is blamed for nothing was ended while it waited for another, or lost its connection to it."""
-    from pytest_nsa.diagnosis.rules.exits import (
-        is_victim,
-        is_victim_text,
-    )  # not before a failure: rules take long to import
-
     if rank.rank in verdict.ranks:
         return False
     if rank.exceptions:

@@ -15,13 +15,13 @@ from pytest_nsa.diagnosis.decision import Decision, decide, with_failures
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.rank.host_plugins import acting_on_host
-from pytest_nsa.report import github, runs
 from pytest_nsa.report import run as session_report
+from pytest_nsa.report import runs
+from pytest_nsa.report.frame import annotate
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.session.group import Alone, Group
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
     Ranked,
@@ -36,16 +36,13 @@ from pytest_nsa.session.items import (
 )
 from pytest_nsa.session.launch import failed_key, launched_key
 from pytest_nsa.session.masking import mask_all, mask_text
-from pytest_nsa.session.needs import why_no_ranks, why_not_light
-from pytest_nsa.session.plugins.forked import keep_from_forking
-from pytest_nsa.session.reports.failure_text import HangLines, hang_line
-from pytest_nsa.session.reports.failures import Failures
-from pytest_nsa.session.resources import lacks_gpu
-from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.session.needs import lacks_gpu, why_no_ranks, why_not_light
+from pytest_nsa.session.other_plugins import XdistHooks, keep_from_forking
+from pytest_nsa.session.reports import Failures, HangLines, hang_line
+from pytest_nsa.session.runner import Group, RankRunner
 from pytest_nsa.settings import HAS_PROC, HAS_RANKS, Settings, is_on_github, settings_key
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import plain_nodeid
-from pytest_nsa.wire.protocols import LaunchError
 
 # What the reports were written from, for the closing lines in the terminal.
 entries_key = pytest.StashKey[list[Entry]]()
@@ -69,8 +66,8 @@ class RankedSession:
         config.stash[signals_key] = self.signals
         config.pluginmanager.register(self.signals, "nsa-signals")
         config.pluginmanager.register(self.failures, "nsa-failures")
-        folder = RunFolder(settings.artifacts, getattr(config, "workerinput", {}).get("nsa_run"), settings.folder_mode)
-        if config.hook.pytest_nsa_scenarios.get_hookimpls() or len(config.hook.pytest_nsa_decide.get_hookimpls()) > 1:
+        folder = RunFolder(settings.artifacts, getattr(config, "workerinput", {}).get("nsa_run"))
+        if config.hook.pytest_nsa_scenarios.get_hookimpls() or config.hook.pytest_nsa_decide.get_hookimpls():
             folder.prefix = "test_engineer"  # a diagnostic plan
         self.runner = RankRunner(config, settings, folder, self.make_group())
         config.stash[runner_key] = self.runner
@@ -79,14 +76,12 @@ class RankedSession:
 
     def make_group(self) -> Group:
         """Return with which processes this one runs the ranks of a test."""
-        return Alone()
+        return Group()
 
     def register(self) -> None:
         """Register the plugins of this mode."""
         self.register_hang_lines()
         if self.config.pluginmanager.hasplugin("xdist") and HAS_RANKS and HAS_PROC:
-            from pytest_nsa.session.plugins.xdist import XdistHooks
-
             self.config.pluginmanager.register(XdistHooks(), "nsa-xdist")
         self.follow_started()
 
@@ -264,7 +259,7 @@ class RankedSession:
         for name in ("SUMMARY.md", "report.html"):
             terminalreporter.write_line(f"{name}: {short_path(folder.path / name)}")
         for entry in failed if is_on_github() else ():
-            for line in github.annotate(entry.verdict, entry.name):
+            for line in annotate(entry.verdict, entry.name):
                 terminalreporter.write_line(line)
 
 
@@ -282,10 +277,7 @@ class WorkerSession(RankedSession):
         """Request ranks before this worker reports to the controller that it has collected."""
         super().finish_collection(session)
         if self.wants_ranks(session):
-            try:
-                self.runner.launcher.start(session, between_tests=True)
-            except LaunchError as error:  # an exception would end this worker alone, and the controller replace it
-                session.shouldstop = f"pytest-nsa: {error}"
+            self.runner.launcher.start(session, between_tests=True)
 
     def start_ranks(self, session: pytest.Session) -> None:
         """No-op: they have been requested."""
@@ -299,14 +291,12 @@ class ChildSession(RankedSession):
     def register(self) -> None:
         """Register what takes the place of the test loop."""
         self.register_hang_lines()
-        if self.settings.zygote_fd is not None:
-            from pytest_nsa.spawn.zygote import ServeSession
+        from pytest_nsa.spawn.zygote import ColdSession, ServeSession  # other processes do without
 
+        if self.settings.zygote_fd is not None:
             serve = ServeSession(self.settings.zygote_fd, self.settings.listener_fd)
             self.config.pluginmanager.register(serve, "nsa-zygote")
         elif self.settings.cold_job is not None:
-            from pytest_nsa.spawn.cold import ColdSession
-
             self.config.pluginmanager.register(ColdSession(self.settings.cold_job), "nsa-cold")
 
     def wants_ranks(self, session: pytest.Session) -> bool:
@@ -379,10 +369,7 @@ def _raised(call: pytest.CallInfo[None]) -> BaseException | None:
 
 def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
     """Name the newest that was cut off; delete those beyond the ``keep`` newest, unless it is 0."""
-    unread: list[str] = []
-    found = runs.list_runs(folder.path.parent, unread)
-    if unread:
-        folder.report(f"{short_path(folder.path.parent)}: left alone: {runs.in_short(unread)}")
+    found = runs.list_runs(folder.path.parent)
     for path in runs.cut_off(found)[:1]:
         folder.report(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
     for path in runs.delete(runs.surplus(found, keep)) if keep else ():
@@ -393,6 +380,8 @@ def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
     """Decide by the hook; where it raises, fall back to the verdicts, and report the error."""
     try:
         found = config.hook.pytest_nsa_decide(verdicts=verdicts)
+        if found is None:
+            return decide(verdicts)
         if not isinstance(found, Decision):
             raise TypeError(f"returned {found!r}: must be a Decision of pytest_nsa, or None")
     except Exception as error:  # a conftest's error: the reports must be written all the same

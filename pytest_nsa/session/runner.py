@@ -1,11 +1,14 @@
-"""From a test to its verdict: lease what it needs, run its ranks, conclude, record."""
+"""From a test to its verdict: make its job, lease what it needs, run its ranks, conclude, record."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import random
+import shutil
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +19,130 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.conclude import conclude, with_label_sources
 from pytest_nsa.observe.host_log import note
-from pytest_nsa.observe.output import LiveOutput, OutputLimit
 from pytest_nsa.observe.supervise import RanksRun
-from pytest_nsa.observe.terminal import DebuggerServer, Terminal
+from pytest_nsa.observe.terminal import DebuggerServer, LiveOutput, OutputLimit, Terminal
+from pytest_nsa.rank.coverage import read_settings
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import write_verdict
-from pytest_nsa.session import second_run
-from pytest_nsa.session.bisect import Run, Variation, bisect
+from pytest_nsa.session.bisect import FLOW, HANG_AFTER_S, Run, Variation, bisect, limit_second_run, may_run_again
 from pytest_nsa.session.extensions import Extensions
-from pytest_nsa.session.folders import RunFolder, safe_name
-from pytest_nsa.session.group import Group
+from pytest_nsa.session.folders import Recorder, RunFolder, safe_name
 from pytest_nsa.session.interrupts import signals_key
-from pytest_nsa.session.job import get_scenario, make_job
 from pytest_nsa.session.launcher import RunLauncher
 from pytest_nsa.session.masking import mask_files, shown_ids
-from pytest_nsa.session.needs import Needs, read_needs
+from pytest_nsa.session.needs import Needs, Resources, read_needs, read_tracing
 from pytest_nsa.session.phases import Phases, fold, static_mark
-from pytest_nsa.session.plugins import lines_by_test
-from pytest_nsa.session.recorder import Recorder
-from pytest_nsa.session.resources import Resources
 from pytest_nsa.settings import Mode, Settings
-from pytest_nsa.system.folder_removal import remove_tree
+from pytest_nsa.system.clock import wall_clock
+from pytest_nsa.system.leases import Lease
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_lines, write_json
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
 from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
+
+
+class Group:
+    """The pytest processes that run the ranks of a test together: this one alone; `outer.attachment` has that of several."""
+
+    is_alone = True
+
+    def __init__(self) -> None:
+        self.exit_status = 0  # of this session, once it is known
+
+    def ranks_here(self, world_size: int) -> Sequence[int]:
+        """Return the ranks of a test that this process starts."""
+        return range(world_size)
+
+    def local(self, job: Job) -> Job:
+        """Return ``job`` as this process runs it."""
+        return job
+
+    def run(self, run: RanksRun) -> None:
+        """Run this process's ranks of a job to their end. Raises LaunchError."""
+        run.run()
+
+    def refuse(self, reason: str) -> None:
+        """Inform the other processes that this one could not start its ranks."""
+
+    def agree(self, verdict: Verdict, evidence: Evidence, found: Phases) -> tuple[Verdict, Evidence, Phases]:
+        """Return what all processes conclude from a test."""
+        return verdict, evidence, found
+
+
+def make_job(
+    item: pytest.Function,
+    folder: Path,
+    needs: Needs,
+    leases: Mapping[str, Lease],
+    settings: Settings,
+    *,
+    timeout: float,
+    values: dict[str, Any],
+    tried: Variation | None,
+    readings: Mapping[str, str],
+    next_needs: Needs | None,
+    debugger: str,
+) -> Job:
+    """Build the job of a collected test, whose evidence goes to ``folder``.
+
+    ``values`` are those of host fixtures; ``tried`` is what a bisection changes; ``readings`` maps a plan's scenarios to what
+    their failures mean. Ranks that are reused stay if the next test needs the same (``next_needs``). ``debugger`` is the name
+    of the socket that lends the terminal, or ''.
+    """
+    name = get_scenario(item, tried)
+    return Job(
+        nodeid=plain_nodeid(item.nodeid),
+        scenario=name,
+        reads_as=marked.option(item, "scenario", "reads_as", readings.get(name, "")) if name else "",
+        folder=str(folder),
+        root=str(item.config.rootpath),
+        timeout=timeout,
+        created=wall_clock(),
+        seed=random.SystemRandom().getrandbits(64) if tried is None or tried.seed is None else tried.seed,
+        values=values,
+        overrides=dict(tried.fixtures) if tried is not None else {},
+        tmp=_temporary_folder(item),
+        world_size=needs.world_size,
+        backend=needs.backend,
+        device=needs.device,
+        flow=tried is not None and tried.flow,
+        reuse=needs.reuse,
+        environment=needs.environment,
+        fresh_group=bool(needs.reuse) and marked.option(item, "reuse", "group") == "fresh",
+        stay=bool(needs.reuse) and needs == next_needs,
+        gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
+        cores=",".join(leases["core"].names) if "core" in leases else "",
+        in_use=tuple(path for lease in leases.values() for path in lease.in_use),
+        debugger=debugger,
+        debug_rank=settings.debug_rank,
+        body=_get_file(item),
+        hash_seeds=marked.get_hash_seeds(item, needs.world_size),
+        **read_tracing(item, settings),
+    )
+
+
+def _get_file(item: pytest.Function) -> str:
+    """Return the file that defines the test's function; for a method of a base class, it may be in an installed package."""
+    code = getattr(inspect.unwrap(item.function), "__code__", None)
+    return code.co_filename if code is not None else ""
+
+
+def get_scenario(item: pytest.Function, tried: Variation | None) -> str:
+    """Return the scenario that a test is; '' for any other test, and for a run of a bisection."""
+    name: str = "" if tried is not None else marked.value(item, "scenario", "")
+    return name
+
+
+def _temporary_folder(item: pytest.Function) -> str:
+    """Return a folder for the ranks' tmp_path, made by pytest's own factory; '' if the test takes none and cannot request one
+    by `request`.
+
+    Its name is short: tests put Unix sockets into tmp_path, and the path of one has 107 characters.
+    """
+    if not any(fixture == "request" or fixture.startswith("tmp") for fixture in item.fixturenames):
+        return ""
+    return str(item.config._tmp_path_factory.mktemp("ranks"))  # type: ignore[attr-defined]
+
 
 # Reserved in a test's time for dumping and killing, so that the report comes within its time limit.
 RESERVE_S = 2.0
@@ -141,8 +243,7 @@ class RankRunner:
             return f"{within}/bisect-{safe_name(tried.label)}"
         if scenario := get_scenario(item, None):
             return scenario
-        given = masking.text(self.extensions.find_name(item))
-        return safe_name(given or self.shown_id(item.session, plain_nodeid(item.nodeid)))
+        return safe_name(self.shown_id(item.session, plain_nodeid(item.nodeid)))
 
     def _prepare(
         self,
@@ -170,7 +271,7 @@ class RankRunner:
             next_needs=self._next_needs(),
             debugger=self._debugger.name if self._debugger is not None else "",
         )
-        job = self.group.local(replace(job, measures=lines_by_test.read_settings(item, folder)))
+        job = self.group.local(replace(job, measures=read_settings(item, folder)))
         if job.flow:  # fresh ranks: if it passes there, an earlier test left what makes it fail
             job = replace(job, reuse="", fresh_group=False, stay=False)
         return self._without_too_many_groups(job)
@@ -178,7 +279,7 @@ class RankRunner:
     def remove_passed(self, item: pytest.Function, verdict: Verdict, folder: Path) -> None:
         """Delete the folder of a test that passed, unless it is to be kept."""
         if verdict.outcome in ("PASS", "SKIP") and not self._keeps(item, get_scenario(item, None)):
-            remove_tree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _keeps(self, item: pytest.Function, scenario: str) -> bool:
         return bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
@@ -194,15 +295,15 @@ class RankRunner:
         run: Callable[[float, Variation], tuple[Verdict, Evidence]],
     ) -> Verdict:  # fmt: skip
         """Return the verdict with what a second run adds: the statement at which the ranks parted. ``run`` takes its limit."""
-        if not second_run.is_wanted(item, self.settings, verdict, self._second_runs):
+        if not may_run_again(item, self.settings, verdict, self._second_runs):
             return verdict
         self._second_runs += 1
-        limit = second_run.compute_limit(evidence)
+        limit = limit_second_run(evidence)
         self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
         from pytest_nsa.diagnosis.divergence import FILE, compare_runs  # not before the first failure
 
         try:
-            again, second = run(limit, second_run.make_variation(evidence))
+            again, second = run(limit, Variation(label=FLOW, flow=True, seed=evidence.job.seed))
             changed = compare_runs(verdict, evidence, second, again)
         except (OSError, LaunchError):  # the failure has its verdict already
             return verdict
@@ -252,7 +353,7 @@ class RankRunner:
             self._write_job(session, job)
         except OSError as error:
             self.folder.spare(error)
-            remove_tree(Path(job.folder))
+            shutil.rmtree(job.folder, ignore_errors=True)
             job = replace(job, folder=str(self.folder.test_folder(name, self.group.ranks_here(job.world_size))))
             self._write_job(session, job)
         return job
@@ -279,7 +380,7 @@ class RankRunner:
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
             run=job.timeout - min(RESERVE_S, 0.2 * job.timeout),
-            hang_after=second_run.HANG_AFTER_S if job.flow else self.settings.hang_after,
+            hang_after=HANG_AFTER_S if job.flow else self.settings.hang_after,
             after_failure=job.timeout if awaits_all else AFTER_FAILURE_S,
         )
         folder = Path(job.folder)
@@ -309,25 +410,18 @@ class RankRunner:
         return conclude(folder, self.extensions.rules, keep=keep)
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
-        announce = _ignore if job.flow else self._announce  # what the first run announced
-        self.group.run(RanksRun(job, launcher, limits, self._monitors(job), announce, self._more_evidence))
-
-    def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Return the facts that hooks add for ranks that are about to be stopped."""
-        return [asdict(fact) for fact in self.extensions.collect_evidence(folder, pids)]
+        announce = (lambda _: None) if job.flow else self._announce  # what the first run announced
+        self.group.run(RanksRun(job, launcher, limits, self._monitors(job), announce, self.extensions.collect_evidence))
 
     def _monitors(self, job: Job) -> list[Monitor]:
         """Return what is polled while ``job`` runs."""
         found: list[Monitor] = [OutputLimit(job, self.settings.output_limit)]
         if self.config.getoption("capture", "no") == "no":  # -p no:capture leaves no option
-            found.append(LiveOutput(job, self._print_live))
+            found.append(LiveOutput(job, lambda text: self._terminal(masking.text(text))))
         if self._debugger is not None:
             self._debugger.begin(once=self.config.getoption("usepdb", False))
             found.append(self._debugger)
         return found
-
-    def _print_live(self, text: str) -> None:
-        self._terminal(masking.text(text))
 
     def _announce(self, text: str) -> None:
         """Print an announcement now; of an xdist worker, the controller prints it."""
@@ -351,10 +445,6 @@ class RankRunner:
         return GroupSpec(
             world_size=needs.world_size, backend=needs.backend, device=needs.device, environment=needs.environment
         )
-
-
-def _ignore(text: str) -> None:
-    """No-op."""
 
 
 def _is_expected(item: pytest.Function, verdict: Verdict) -> bool:

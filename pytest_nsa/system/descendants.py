@@ -1,4 +1,4 @@
-"""Processes that this one has started, and theirs: found in /proc, identified by number and start time, and ended."""
+"""Processes that this one, or a rank, has started, and theirs: found in /proc, identified by number and start time, and ended."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-# Bound at import: a test may replace the functions of os and time.
 from os import listdir
 from pathlib import Path
 from time import CLOCK_BOOTTIME, CLOCK_MONOTONIC, clock_gettime
 
-from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import read_io, read_stat, read_status
+from pytest_nsa.system.clock import monotonic
+from pytest_nsa.system.procfs import command_line, list_children, read_io, read_stat, read_status
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, by which a helper is recognised
@@ -102,7 +101,7 @@ def started_since(since: int, before: Collection[int], mark: str) -> list[Proces
     """
     table = _processes()
     new = [p for p in table.values() if p.began + (p.pid not in before) > since and p.pid != os.getpid()]
-    found = {p.pid for p in new if _descends(p, table)}
+    found = {p.pid for p in new if os.getpid() in _line(p, table)}
     found |= {p.pid for p in new if p.pid not in found and _inherits(p, mark)}
     found |= {p.pid for p in new if any(pid in found for pid in _line(p, table))}
     return [table[pid] for pid in sorted(found)]
@@ -114,10 +113,6 @@ def _line(process: Process, table: dict[int, Process]) -> Iterator[int]:
     while pid in table:
         yield pid
         pid = table[pid].parent
-
-
-def _descends(process: Process, table: dict[int, Process]) -> bool:
-    return os.getpid() in _line(process, table)
 
 
 def _inherits(process: Process, mark: str) -> bool:
@@ -188,3 +183,106 @@ def _wait(handles: Sequence[int], limit: float) -> None:
         for handle, _ in poll.poll(1e3 * left):
             poll.unregister(handle)
             waiting -= 1
+
+
+_MAX_ROUNDS = 100
+_LAST_BREATH_S = 2.0
+
+
+def children() -> list[int]:
+    """Return the process ids of this process's children; [] where the kernel does not list them."""
+    return list_children(os.getpid())
+
+
+def reap(pid: int, seconds: float) -> None:
+    """Wait until a child has ended, and reap it; SIGKILL it after ``seconds``."""
+    deadline = monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if monotonic() >= deadline:
+                _kill_and_reap(pid)
+                return
+            time.sleep(0.002)
+
+
+def end_orphans(known: Collection[int]) -> None:
+    """SIGKILL and reap every child that is not in ``known``: this process adopted it when the rank that started it died."""
+    for _ in range(_MAX_ROUNDS):
+        orphans = [pid for pid in children() if pid not in known]
+        if not orphans:
+            return
+        for pid in orphans:
+            _kill_and_reap(pid)
+
+
+def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
+    """SIGKILL the processes that dead ranks left, after the zygote, which usually does it, has been killed.
+
+    ``leaders`` are the ranks' pids, each of which led a process group. The kernel gives no new process the number of a
+    group that still has members; if a process has such a pid, the group belongs to it and is not touched. Nor are processes
+    that began before ``since`` (seconds since boot), when the launcher was started.
+    """
+    deadline = monotonic() + _LAST_BREATH_S
+    while any(map(_is_alive, leaders)) and monotonic() < deadline:
+        time.sleep(0.01)  # the kernel ends them with the zygote; this process may learn of the zygote's end first
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = read_stat(path.name)
+            group, began = int(fields[2]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            is_ours = group in leaders and not _is_alive(group) and began >= since
+            if is_ours and path.stat().st_uid == os.getuid():
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    return read_stat(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def end_leftovers() -> list[str]:
+    """In a rank, after its test: end its children and theirs; return the command lines of those that should not have been left.
+
+    Daemonic children of multiprocessing and its servers (data loaders have them) are not returned: they end with their parent.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # no child exists
+        return []
+    left = children()
+    expected = _expected()
+    killed = []
+    for _ in range(_MAX_ROUNDS):
+        for pid in left:
+            state, command = _describe(pid)
+            if state != "Z" and pid not in expected:
+                killed.append(command)
+            _kill_and_reap(pid)
+        left = children()
+        if not left:
+            break
+    return killed
+
+
+def _expected() -> set[int]:
+    found: set[int] = set()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        found |= {p.pid for p in process.active_children() if p.daemon and p.pid is not None}
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    server = sys.modules.get("multiprocessing.forkserver")
+    found.add(getattr(getattr(tracker, "_resource_tracker", None), "_pid", None) or 0)
+    found.add(getattr(getattr(server, "_forkserver", None), "_forkserver_pid", None) or 0)
+    return found
+
+
+def _describe(pid: int) -> tuple[str, str]:
+    """Return the state letter and the command line of a child."""
+    fields = read_stat(pid)
+    return (fields[0], command_line(pid) or "?") if fields else ("Z", "")
+
+
+def _kill_and_reap(pid: int) -> None:
+    """SIGKILL and reap a child; until it is reaped, no other process has its pid."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)

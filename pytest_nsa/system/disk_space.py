@@ -106,26 +106,3 @@ def make_folder(folder: Path) -> None:
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & stat.S_IWOTH:  # without a umask, the intended permissions of the group are unknown
         folder.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
-
-
-def find_owner(folder: Path) -> int:
-    """Return the user that owns files which this process makes in a folder.
-
-    Some file systems change the owner: NFS for root, and those that a machine shares with its containers.
-    """
-    try:
-        made = tempfile.mkdtemp(prefix=".owner.", dir=folder)
-    except OSError:
-        return os.getuid()
-    try:
-        return os.lstat(made).st_uid
-    finally:
-        os.rmdir(made)
-
-
-def check_owner(folder: Path) -> None:
-    """Raise PermissionError for a folder in a shared place that another user has made, and for a link."""
-    status = folder.lstat()
-    is_own = status.st_uid == os.getuid() or status.st_uid == find_owner(folder.parent)
-    if not is_own or not stat.S_ISDIR(status.st_mode):
-        raise PermissionError(errno.EPERM, "another user has made it", str(folder))

@@ -11,8 +11,7 @@ from nsa.trace.board import Board
 from nsa.trace.frames import is_user_file
 from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import load
-from pytest_nsa.evidence.native import abort_message, fatal_signal, innermost_symbol
+from pytest_nsa.evidence.load import abort_message, fatal_signal, innermost_symbol, load
 from pytest_nsa.evidence.stacks import Frame, parse_dump, thread_that_shows
 from pytest_nsa.evidence.waiting import computes, share_of_main
 from pytest_nsa.system.gpu import look_at_gpus

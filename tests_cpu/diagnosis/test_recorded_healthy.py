@@ -1,6 +1,6 @@
 """Healthy programs inside their longest pause, replayed: nothing that the rules make of them ends a test or names a new cause.
 
-A pause of more than 3 s in which others wait may be announced, as a suspicion (`observe/announcements`): those that were, when the
+A pause of more than 3 s in which others wait may be announced, as a suspicion (`observe/observer`): those that were, when the
 program was recorded, are in its `asked.json`.
 """
 
@@ -17,7 +17,7 @@ from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.observe.announcements import AnnounceDelay
+from pytest_nsa.observe.observer import AnnounceDelay
 from tests_cpu.faults.questions import read_past
 from tests_cpu.faults.recorded import HEALTHY, unpack_healthy
 

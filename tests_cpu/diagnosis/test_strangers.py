@@ -169,36 +169,12 @@ def shared() -> Iterator[Path]:
 
 @needs_root
 @pytest.mark.parametrize("command", [*COMMANDS, ["diagnose"]], ids=" ".join)
-def test_what_another_user_s_folder_makes_us_write_goes_into_ours(
-    shared: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, test = make_run(shared, keep_sources=False)
+def test_nothing_is_written_into_another_user_s_folder(shared: Path, command: list[str]) -> None:
+    run, _ = make_run(shared, keep_sources=False)
     give_away(run)
     before = contents(run)
-    assert main([*command, str(run)]) in (0, 1)
+    assert main([*command, str(run)]) == (1 if command == ["diagnose"] else 2)
     assert contents(run) == before
-    out, err = capsys.readouterr()
-    assert out
-    if command == ["diagnose"]:
-        return
-    copy = Path(err.partition("goes into a copy, ")[2].splitlines()[0])
-    assert copy.stat().st_uid == os.getuid()
-    assert copy.parent.stat().st_mode & 0o777 == 0o700
-    assert (copy / "report.html").is_file()
-    assert (copy / test.name / "perfetto.json").is_file()
-    shutil.rmtree(copy.parent)
-
-
-@needs_root
-def test_a_file_that_is_cut_in_the_copy_is_counted(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, test = make_run(shared)
-    with (test / "rank0" / "output.log").open("ab") as log:
-        log.truncate(files.LARGEST + 1)  # sparse
-    give_away(run)
-    assert main(["report", str(run)]) in (0, 1)
-    err = capsys.readouterr().err
-    assert "files that are not in the copy, or not whole: 1 (links, special files, above 64 MiB" in err
-    shutil.rmtree(Path(err.partition("goes into a copy, ")[2].splitlines()[0]).parent)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_nsa.diagnosis import decision as without_a_plan
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.report.decision_tree import mermaid, way
+from pytest_nsa.report.summary import mermaid, way
 from tests_cpu.plan.controls import explain, matched, separating
 from tests_cpu.plan.decision import READY_ORDER, decide
 from tests_cpu.plan.factors import Facts, factors, facts_by_name

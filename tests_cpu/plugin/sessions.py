@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests_cpu.plugin.leftovers import processes_below
+from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
+
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly")
 
 
 def start_session(warm: WarmPython, folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
     """Run pytest over ``source`` in ``folder``, in a process group of its own. SIGINT and SIGHUP end it, even if ignored here."""
     (folder / "test_example.py").write_text(source)
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)]
-    return warm.popen(
-        *command, *options, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return warm.popen(*PYTEST, "--rootdir", str(folder), *options, cwd=folder, **pipes, start_new_session=True)
+
+
+def run_under_torchrun(warm: WarmPython, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in ``folder`` on two ranks of torchrun's."""
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
+    return warm.call(*launcher, *PYTEST, *options, cwd=folder, stderr=subprocess.STDOUT, timeout=150, nursery=True)
+
+
+def start_slurm_task(warm: WarmPython, folder: Path, rank: int, port: int, *options: str) -> subprocess.Popen[str]:
+    """Start pytest in ``folder`` as one of two tasks of a SLURM job that exports MASTER_ADDR and MASTER_PORT."""
+    numbers = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return warm.popen(*PYTEST, *options, cwd=folder, env={**os.environ, **numbers}, **pipes)
+
+
+def run_under_slurm(
+    warm: WarmPython, folder: Path, *options: str, rank_1: tuple[str, ...] = ()
+) -> list[tuple[int, str]]:
+    """Run pytest as two tasks of SLURM's, with more options for rank 1's; return the exit code and output of each."""
+    port = free_port()
+    follower = start_slurm_task(warm, folder, 1, port, *options, *rank_1)
+    leader = start_slurm_task(warm, folder, 0, port, *options)
+    texts = [leader.communicate(timeout=150)[0], follower.communicate(timeout=30)[0]]
+    return [(leader.returncode, texts[0]), (follower.returncode, texts[1])]
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:

@@ -1,17 +1,22 @@
-"""Folders and files of a run."""
+"""Folders and files of a run, also on a disk that is read-only, full or fills up, or with a limit on files."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from pathlib import Path
 
 import pytest
 
+from nsa.trace.board import Board
 from pytest_nsa.cli.main import main
-from pytest_nsa.session.folders import RunFolder, safe_name
-from pytest_nsa.testing import run_example
+from pytest_nsa.session.folders import BOARD, RunFolder, safe_name
+from pytest_nsa.settings import resolve
+from pytest_nsa.testing import HEADER, run_example
+from tests_cpu.namespaces import MOUNT, in_namespace
+from tests_cpu.warm import WarmPython
 
 
 @pytest.mark.parametrize(
@@ -170,20 +175,11 @@ def test_what_only_lists_writes_nothing(pytester: pytest.Pytester, lists: str) -
     assert not (pytester.path / "artifacts").exists()
 
 
-@pytest.mark.parametrize(("options", "mode"), [((), 0o700), (("-o", "ranks_artifacts_mode=0750"), 0o750)])
-def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester, options: tuple[str, ...], mode: int) -> None:
-    result = run_example(pytester, "@world_size(1)\ndef test_a(group): pass", *options)
-    assert result.run is not None
-    assert stat.S_IMODE(result.run.stat().st_mode) == mode
-
-
 @pytest.mark.parametrize(
     ("ini", "message"),
     [
-        ("ranks_artifacts_mode=7", "= '7': must be permissions in octal that let the owner in, as in 0750"),
-        ("ranks_artifacts_mode=rwx", "= 'rwx': must be permissions in octal"),
         ("artifacts_dir=", " '': is the tests' root folder; give a folder for evidence alone"),
-        ("ranks_artifacts_keep=few", "= 'few': must be a number, as in ranks_artifacts_keep = 20"),
+        ("ranks_artifacts_keep=few", "= 'few': must be a whole number of runs (0 keeps all)"),
         ("ranks_ahead=maybe", ": invalid truth value 'maybe': must be true or false"),
         ("ranks_bisect_env=FOO", ": 'FOO': must be NAME=VALUE"),
         ("ranks_bisect_env=RANK=3", ": RANK: the plugin sets it; remove it"),
@@ -191,25 +187,27 @@ def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester, optio
         ("ranks_hang_after=-1", "= '-1'"),
         ("ranks_hang_after=400", "= 400: must be b"),
         ("ranks_start_timeout=0", "= '0'"),
-        ("ranks_unmarked=some", "= 'some': must be all or leader"),
+        ("ranks_rerun=some", "= 'some': must be auto, off or all"),
         ("ranks_host_plugins=!", ": '!': must be the name of a plugin, as in allure_pytest, or !name"),
         ("ranks_host_plugins=acts\n!acts", ": has both acts and !acts; remove one of them"),
     ],
 )
 def test_an_ini_value_that_cannot_be_used_is_refused(pytester: pytest.Pytester, ini: str, message: str) -> None:
-    result = run_example(pytester, "@world_size(2)\ndef test_a(): pass\ndef test_plain(): pass", "-o", ini)
-    assert result.outcomes == {"passed": 1, "errors": 1}
-    text = result.stdout.replace(f"ini {ini.partition('=')[0]} = ", f"ini {ini.partition('=')[0]}= ")
-    assert f"ini {ini.partition('=')[0]}{message}" in text
+    name, _, _ = ini.partition("=")
+    with pytest.raises(pytest.UsageError) as refused:
+        resolve(pytester.parseconfig("-o", ini))
+    assert f"ini {name}{message}" in str(refused.value).replace(f"ini {name} = ", f"ini {name}= ")
 
 
-def test_git_ignores_only_a_folder_that_was_empty(pytester: pytest.Pytester) -> None:
+def test_git_ignores_only_a_folder_that_was_empty_and_no_other_user_reads_a_run(pytester: pytest.Pytester) -> None:
     source = "@world_size(1)\ndef test_a(group): assert False"
     pytester.mkdir("mine").joinpath("notes.txt").touch()
     run_example(pytester, source, "--ranks-artifacts=mine")
     assert not (pytester.path / "mine" / ".gitignore").exists()
     assert (pytester.path / "mine" / "latest" / ".gitignore").read_text() == "*\n"
-    run_example(pytester, source)
+    result = run_example(pytester, source)
+    assert result.run is not None
+    assert stat.S_IMODE(result.run.stat().st_mode) == 0o700
     assert (pytester.path / "artifacts" / ".gitignore").read_text() == "*\n"
 
 
@@ -261,3 +259,104 @@ def test_a(group, trace):
     assert result.verdicts["test_a"].parameters_missing == ("2.weight", "1.weight")
     row = next(line for line in (result.run / "SUMMARY.md").read_text().splitlines() if line.startswith("| [parts]"))
     assert row.split(" | ")[5] == "2"
+
+
+SOURCE = (
+    HEADER
+    + """
+import errno, pathlib
+
+@world_size(2)
+def test_pass(group): dist.barrier()
+
+def test_fill():
+    if "FILL" in os.environ:
+        with pytest.raises(OSError):
+            with open(pathlib.Path("artifacts", "filler"), "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 16))
+
+@world_size(2)
+def test_after(group): dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(20)
+def test_fail(group):
+    assert group.rank == 0, "rank 1 is wrong"
+"""
+)
+
+
+def run_on_a_small_disk(
+    warm: WarmPython, folder: Path, size: str, *options: str, fill: bool = False
+) -> tuple[str, Path]:
+    """Run SOURCE with ``artifacts`` on a disk of its own; return the output, and the folder of evidence without room there."""
+    (folder / "test_example.py").write_text(SOURCE)
+    (folder / "artifacts").mkdir()
+    (folder / "tmp").mkdir()
+    mount = f"mount -t tmpfs -o size={size} none artifacts"
+    session = ("pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--basetemp", str(folder / "base"))
+    variables = {"TMPDIR": str(folder / "tmp"), **({"FILL": "1"} if fill else {})}
+    done = warm.call(*in_namespace(MOUNT, mount, *session, *options), cwd=folder, env={**os.environ, **variables})
+    print(done.stdout, done.stderr)
+    return done.stdout + done.stderr, next(folder.glob("tmp/pytest-nsa-*")) / "artifacts" / "latest"
+
+
+def is_whole(run: Path) -> None:
+    """Assert that a run's reports are there, and the verdict of the test that failed."""
+    assert "rank 1 is wrong" in (run / "SUMMARY.md").read_text()
+    assert (run / "report.html").is_file()
+    assert (run / "test_example.py-test_fail-" / "verdict.json").is_file() or list(run.glob("*test_fail*/verdict.json"))
+
+
+def left_elsewhere(folder: Path) -> None:
+    """Assert that the evidence of the test that failed is on another disk, with its verdict."""
+    (found,) = folder.glob("tmp/pytest-nsa-*/artifacts/*/*test_fail*/verdict.json")
+    assert "rank 1 is wrong" in found.read_text()
+
+
+def test_the_space_that_is_set_aside_holds_a_board(tmp_path: Path) -> None:
+    """Else a rank that starts when the disk has become full ends."""
+    Board(tmp_path / "board.bin")
+    assert (tmp_path / "board.bin").stat().st_size <= BOARD
+
+
+def test_a_full_disk(warm: WarmPython, tmp_path: Path) -> None:
+    output, spare = run_on_a_small_disk(warm, tmp_path, "600k")
+    assert "1 failed, 3 passed" in output, output
+    assert output.count("artifacts: No space left on device: evidence goes to") == 1
+    assert "Traceback" not in output.replace('Traceback (most recent call last):\n  File "' + str(tmp_path), "")
+    is_whole(spare)
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("-n", "2", "--dist", "loadgroup"), marks=pytest.mark.slow)])
+def test_a_disk_that_fills_up(warm: WarmPython, tmp_path: Path, options: tuple[str, ...]) -> None:
+    output, _ = run_on_a_small_disk(warm, tmp_path, "12m", *options, fill=True)
+    assert "1 failed, 3 passed" in output, output
+    assert output.count("No space left on device: evidence of further tests goes to") == 1
+    left_elsewhere(tmp_path)
+
+
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]) * 1024,) * 2)  # as the shell's ulimit -f
+sys.argv[1:] = ["-p", "no:cacheprovider", "-p", "no:randomly", "-q"]
+runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        (100, "ulimit -f limits files to 100 KiB: what ranks write beyond that is dropped"),
+        (20, "ERROR: ulimit -f limits files to 20 KiB, and a rank's evidence needs 48: raise it"),
+    ],
+)
+def test_a_limit_on_files(warm: WarmPython, tmp_path: Path, limit: int, says: str) -> None:
+    (tmp_path / "test_example.py").write_text(SOURCE)
+    done = warm.call("-c", LIMITED, str(limit), cwd=tmp_path)
+    output = done.stdout + done.stderr
+    assert output.count(says) == 1, output
+    if limit == 100:
+        assert "1 failed, 3 passed" in output
+        is_whole(tmp_path / "artifacts" / "latest")

@@ -1,9 +1,10 @@
-"""The built wheel in a user's repository: a fresh virtual environment, the user's tests, our verdict."""
+"""The built wheel in a user's repository, and the README's first example: the user's tests, our verdict."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import venv
 from pathlib import Path
 
 import pytest
+
+from pytest_nsa.testing import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,3 +69,14 @@ def test_their_hanging_test_gets_its_verdict(python: Path, tmp_path: Path) -> No
     source = (repository / "small_transformer.py").read_text().splitlines()
     assert "if count == 0" in source[int(verdict["where"].split(":")[1].split()[0]) - 1]
     assert "rank 1" in (run / "SUMMARY.md").read_text().splitlines()[0]
+
+
+def test_the_first_example_prints_what_the_page_shows(tmp_path: Path) -> None:
+    program, shown = re.findall(
+        r"^```(?:python)?\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )[:2]
+    (tmp_path / "test_epochs.py").write_text(program, encoding="utf-8")
+    result = run_folder(tmp_path, "--ranks-rerun", "auto", "test_epochs.py")
+    printed = result.stdout.splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == []
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED

@@ -1,4 +1,4 @@
-"""What a failure on ranks is for other tools and for pytest itself: its place, its phase, and its text without repetition."""
+"""A failure on ranks for tools and pytest: its place, phase and text; its lines with labels, for GitHub too; pages of causes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from pytest_nsa.cli.main import main
+from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.testing import HEADER, run_example
+from tests_cpu.faults.rows import read_rows
 
 SOURCE = """
 @pytest.fixture
@@ -26,19 +29,30 @@ def test_missing_fixture(nowhere): pass
 @pytest.mark.parametrize("n", [1])
 def test_fails(group, n):
     assert group.rank == 0  # THERE
+
+@world_size(2)
+def test_skips():
+    pytest.skip("not here")  # SKIP
+
+@world_size(2)
+def test_lacks(group):
+    pytest.importorskip("nothing_of_the_kind")  # LACK
+
+@world_size(2)
+def test_known(group):
+    pytest.xfail("issue 12")  # KNOWN
 """
 
 
 def get_line(marker: str) -> int:
-    return next(i for i, line in enumerate((HEADER + SOURCE).splitlines(), 1) if marker in line)
+    return next(i for i, line in enumerate((HEADER + SOURCE).splitlines(), 1) if line.endswith(f"# {marker}"))
 
 
-def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.Pytester) -> None:
-    result = run_example(
-        pytester, SOURCE, "--tb=short", "--junitxml=junit.xml", "-p", "no:capture", "-p", "no:randomly"
-    )
-    assert result.outcomes == {"failed": 1, "errors": 2}
-    assert set(result.verdicts) == {"test_broken_fixture", "test_fails[1]"}, "a missing fixture starts no ranks"
+def test_an_outcome_is_at_its_line_and_a_fixture_s_failure_is_an_error(pytester: pytest.Pytester) -> None:
+    options = ("--tb=short", "--junitxml=junit.xml", "-rs", "-p", "no:capture", "-p", "no:randomly")
+    result = run_example(pytester, SOURCE, *options)
+    assert result.outcomes == {"failed": 1, "errors": 2, "skipped": 2, "xfailed": 1}
+    assert "test_missing_fixture" not in result.verdicts, "a missing fixture starts no ranks"
     assert "fixture 'nowhere' not found" in result.stdout
     assert "<- rank 0 loses the connection to another rank" in result.stdout, "what a victim raised is a label"
     assert "GLHF" not in result.stdout
@@ -46,6 +60,11 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert cases["test_broken_fixture"].find("error") is not None
     assert cases["test_fails[1]"].find("failure") is not None
     assert "rank 1 alone fails" in result.stdout
+    skipped = sorted(int(line) for line in re.findall(r"SKIPPED \[1\] test_example\.py:(\d+): ", result.stdout))
+    assert skipped == [get_line("SKIP"), get_line("LACK")]
+    known = result.verdicts["test_known"]
+    assert (known.reason, known.ranks, known.expected) == ("expected to fail: issue 12", (0, 1), True)
+    assert known.where == f"test_example.py:{get_line('KNOWN')} in test_known"
     short = run_example(pytester, SOURCE, "--tb=line", "-k", "test_fails").stdout
     place = f"test_example.py:{get_line('THERE')}"
     assert f"{pytester.path}/{place}: {place} assertion, rank 1 of 2" in short
@@ -152,31 +171,6 @@ def test_parts(group, subtests):
         assert f"test_example.py:{place}: AssertionError" in text.partition(headline)[2].partition("--- ")[0]
 
 
-def test_a_skip_is_where_the_ranks_skipped(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(2)
-def test_skips():
-    pytest.skip("not here")  # THERE
-
-@world_size(2)
-def test_lacks(group):
-    pytest.importorskip("nothing_of_the_kind")  # NOR THIS
-"""
-    result = run_example(pytester, source, "-rs")
-    assert result.outcomes == {"skipped": 2}
-    lines = [i for i, line in enumerate((HEADER + source).splitlines(), 1) if "  # " in line]
-    found = sorted(int(line) for line in re.findall(r"SKIPPED \[1\] test_example\.py:(\d+): ", result.stdout))
-    assert found == lines
-
-
-def test_what_all_ranks_expect_to_fail_has_its_reason_and_its_line(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, "@world_size(2)\ndef test_known(group):\n    pytest.xfail('issue 12')\n")
-    assert result.outcomes == {"xfailed": 1}
-    verdict = result.verdicts["test_known"]
-    assert (verdict.reason, verdict.ranks, verdict.expected) == ("expected to fail: issue 12", (0, 1), True)
-    assert verdict.where == f"test_example.py:{len(HEADER.splitlines()) + 3} in test_known"
-
-
 def test_pytest_exit_in_a_rank_ends_the_session(pytester: pytest.Pytester) -> None:
     source = """
     @world_size(2)
@@ -235,3 +229,73 @@ def test_exceptions_that_cannot_be_inherited_or_shown_have_their_verdict(pyteste
     assert result.outcomes == {"failed": 5, "xfailed": 1}
     assert {v.cause for name, v in result.verdicts.items() if "raises" in name} == {"assertion"}
     assert all(text in result.stdout for text in ("CalledProcessError: ", "Frozen", "Final: x", "WithReport: x"))
+
+
+HANGS = """
+import torch, torch.distributed as dist
+from pytest_nsa import world_size
+
+def mean(x):
+    dist.all_reduce(x)
+
+@world_size(3)
+def test_skips(group):
+    for step in range(4):
+        if group.rank != 1 or step != 2:
+            mean(torch.ones(5))
+    dist.barrier()
+
+@world_size(2)
+def test_asserts(group):
+    assert group.rank > 5
+"""
+
+
+@pytest.fixture
+def on_github(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+
+def test_each_side_has_a_label_at_its_line(pytester: pytest.Pytester, on_github: None) -> None:
+    result = run_example(pytester, HANGS, "--ranks-verbose")
+    lines = (pytester.path / "test_example.py").read_text().splitlines()
+    verdict = result.verdicts["test_skips"]
+    found = {(lines[label.line - 1].strip(), label.ranks, label.text) for label in verdict.labels}
+    assert ("dist.barrier()", (1,), "waits here: barrier #4, step = 3") in found
+    assert ("dist.all_reduce(x)", (0, 2), "waits here: allreduce #4 (float32 x 5)") in found
+    assert len(verdict.reason.split()) <= 15
+    assert verdict.because
+    assert set(verdict.because) <= set(result.stdout.splitlines())
+    frame = [line for line in result.stdout.splitlines() if " | " in line and "<- " in line]
+    assert any(
+        re.fullmatch(r" +\d+ \| dist\.barrier\(\) +<- rank 1 waits here: barrier #4, step = 3", line) for line in frame
+    )
+    assert "  more     pytest-nsa explain skipped_collective" in result.stdout
+    annotated = re.findall(r"^::(\w+) file=test_example\.py,line=(\d+),", result.stdout, re.M)
+    blamed = verdict.where.partition(":")[2].partition(" ")[0]
+    assert ("error", blamed) in annotated
+    assert sum(level == "error" and line == blamed for level, line in annotated) == 1
+    assert len(annotated) >= 3
+
+
+def test_ranks_that_only_raise_keep_pytest_s_form(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, HANGS, "-k", "asserts")
+    assert result.verdicts["test_asserts"].ranks == (0, 1)
+    assert "<- " not in result.stdout
+    assert ">       assert group.rank > 5" in result.stdout or ">   assert group.rank > 5" in result.stdout
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_each_cause_has_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name]) == 0
+    assert capsys.readouterr().out.startswith(f"# {name}\n")
+
+
+def test_a_name_that_is_no_cause_gets_the_nearest_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "../skipped_colective"]) == 2
+    assert "skipped_collective" in capsys.readouterr().err
+
+
+def test_rows_name_causes_with_pages() -> None:
+    assert {row.cause for row in read_rows()} <= set(CAUSES)

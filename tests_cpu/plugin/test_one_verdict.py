@@ -10,6 +10,7 @@ import pytest
 from pytest_nsa.cli.main import main
 from pytest_nsa.report.summary import read_entries
 from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_folder
+from tests_cpu.plugin.sessions import run_under_torchrun
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -60,8 +61,6 @@ def test_it():
 def test_next():
     dist.barrier()
 """
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port")
-OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-o", "ranks_marks=true")
 
 
 def write(folder: Path, source: str) -> Path:
@@ -118,7 +117,6 @@ def test_under_a_launcher_it_is_the_same(
     warm: WarmPython, tmp_path: Path, source: str, options: tuple[str, ...]
 ) -> None:
     write(tmp_path, source)
-    session = (*TORCHRUN, str(free_port()), "-m", "pytest", *OPTIONS, *options)
-    warm.call(*session, cwd=tmp_path, timeout=150, nursery=True)
+    run_under_torchrun(warm, tmp_path, "-o", "ranks_marks=true", *options)
     result = read_result(tmp_path, pytest.RunResult(1, [], [], 0))
     assert [(v.cause, v.ranks) for v in result.verdicts.values()] == [("clock_skew", (1,))]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.testing import run_example, run_folder
-from tests_cpu.sockets import free_port
+from tests_cpu.plugin.sessions import run_under_torchrun
+from tests_cpu.warm import WarmPython
 
 # One file for both: under plain pytest a death is an exception that no mark names.
 CASES = """
@@ -106,26 +107,13 @@ def run_plain(folder: Path, rank: int) -> dict[str, dict[str, str]]:
     return outcomes(folder / f"plain{rank}")
 
 
-def run_on_ranks(folder: Path, how: str) -> list[dict[str, dict[str, str]]]:
-    """Run the cases on ranks; return what each pytest process that reports has reported."""
+def run_on_ranks(warm: WarmPython, folder: Path, how: str) -> dict[str, dict[str, str]]:
+    """Run the cases on ranks; return what the pytest process that reports has reported."""
     if how == "torchrun":
-        launcher = (
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node=2",
-            "--master_port",
-            str(free_port()),
-            "-m",
-            "pytest",
-        )
-        arguments = ("-p", "no:cacheprovider", "-p", "no:randomly", "-q", "--tb=no", "--rootdir", str(folder))
-        done = subprocess.run(
-            [sys.executable, *launcher, *arguments], cwd=folder, check=False, timeout=170, capture_output=True
-        )
-        print(done.stdout.decode(), done.stderr.decode())
-        return [outcomes(folder / "ranks0")]  # the leader reports
+        run_under_torchrun(warm, folder, "-q", "--tb=no", "--rootdir", str(folder))
+        return outcomes(folder / "ranks0")  # the leader reports
     assert run_folder(folder, "-q", "--tb=no", "-n", how).returncode == 1
-    return [outcomes(folder / "ranks")]
+    return outcomes(folder / "ranks")
 
 
 @pytest.mark.timeout(175)
@@ -133,21 +121,21 @@ def run_on_ranks(folder: Path, how: str) -> list[dict[str, dict[str, str]]]:
     "how", ["0", pytest.param("2", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)]
 )
 def test_an_outcome_is_that_of_plain_pytest_on_the_worst_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    warm: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     monkeypatch.setenv("REPORTS", str(tmp_path / "ranks"))
     plain = [run_plain(tmp_path, rank) for rank in range(2)]
-    for found in run_on_ranks(tmp_path, how):
-        assert len(found) == len(plain[0]) > 100
-        wrong = {}
-        for name, phases in found.items():
-            for part in (("setup", "call"), ("teardown",)):
-                wanted = folded([rank[name] for rank in plain], part)
-                if folded([phases], part) != wanted:
-                    wrong[name, part] = (folded([phases], part), wanted)
-        assert wrong == {}
+    found = run_on_ranks(warm, tmp_path, how)
+    assert len(found) == len(plain[0]) > 100
+    wrong = {}
+    for name, phases in found.items():
+        for part in (("setup", "call"), ("teardown",)):
+            wanted = folded([rank[name] for rank in plain], part)
+            if folded([phases], part) != wanted:
+                wrong[name, part] = (folded([phases], part), wanted)
+    assert wrong == {}
 
 
 def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: pytest.Pytester) -> None:

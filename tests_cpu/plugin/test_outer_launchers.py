@@ -1,16 +1,24 @@
-"""Under torchrun and SLURM each process is a rank: all run the same tests, and rank 0's process reports."""
+"""Under torchrun and SLURM each process is a rank: all run the same tests, and rank 0's process reports those on ranks; of those on
+no ranks of ours, each process runs them, nothing that fails is hidden, and a test past its limit ends though its main thread is in
+native code.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.testing import HEADER, read_result, run_example
+from tests_cpu.plugin.sessions import run_under_slurm, run_under_torchrun, start_slurm_task
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -66,19 +74,6 @@ def read_verdicts(folder: Path) -> dict[str, Verdict]:
     return read_result(folder, pytest.RunResult(1, [], [], 0)).verdicts
 
 
-def slurm(warm: WarmPython, pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start one task of a SLURM job that exports MASTER_ADDR and MASTER_PORT."""
-    env = {
-        **os.environ,
-        "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return warm.popen("-m", "pytest", "-p", "no:cacheprovider", *arguments, cwd=pytester.path, env=env, **pipes)
-
-
 def check_report(text: str, run: Path) -> None:
     assert text.count("test session starts") == 1  # one process reports
     assert COUNTS in text
@@ -93,9 +88,7 @@ def check_report(text: str, run: Path) -> None:
 
 def test_torchrun(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
-    session = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
-    done = warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
+    done = run_under_torchrun(warm, pytester.path, "-rs")
     assert done.returncode == 1
     check_report(done.stdout, pytester.path / "artifacts" / "latest")
 
@@ -103,34 +96,26 @@ def test_torchrun(warm: WarmPython, pytester: pytest.Pytester) -> None:
 @pytest.mark.slow
 def test_slurm_s_variables(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    port = free_port()
-    follower, leader = slurm(warm, pytester, 1, port, "-rs"), slurm(warm, pytester, 0, port, "-rs")
-    text = leader.communicate(timeout=150)[0]
-    assert leader.returncode == 1
+    (code, text), follower = run_under_slurm(warm, pytester.path, "-rs")
+    assert code == 1
     check_report(text, pytester.path / "artifacts" / "latest")
-    assert follower.communicate(timeout=30)[0] == ""
-    assert follower.returncode == 1
+    assert follower == (1, "")
 
 
 @pytest.mark.slow
 def test_exit_first_ends_all(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    port = free_port()
-    follower, leader = slurm(warm, pytester, 1, port, "-x"), slurm(warm, pytester, 0, port, "-x")
-    assert "1 failed, 3 passed" in leader.communicate(timeout=150)[0]
-    follower.communicate(timeout=30)
-    assert (leader.returncode, follower.returncode) == (1, 1)
+    (code, text), (of_follower, _) = run_under_slurm(warm, pytester.path, "-x")
+    assert "1 failed, 3 passed" in text
+    assert (code, of_follower) == (1, 1)
 
 
 @pytest.mark.slow
 def test_a_process_with_other_tests_is_refused_with_the_difference(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    port = free_port()
-    follower = slurm(warm, pytester, 1, port, "--deselect=test_example.py::test_after")
-    leader = slurm(warm, pytester, 0, port)
-    text = leader.communicate(timeout=100)[0]
-    follower.communicate(timeout=30)
-    assert (leader.returncode, follower.returncode) == (pytest.ExitCode.USAGE_ERROR,) * 2
+    lacks = ("--deselect=test_example.py::test_after",)
+    (code, text), (of_follower, _) = run_under_slurm(warm, pytester.path, rank_1=lacks)
+    assert (code, of_follower) == (pytest.ExitCode.USAGE_ERROR,) * 2
     assert (
         "rank 1's process collected other tests on ranks than rank 0's: it lacks test_example.py::test_after; "
         "give all the same checkout and arguments" in text
@@ -152,12 +137,8 @@ def test_later(group, n): dist.barrier()
 """
     (pytester.path / "test_example.py").write_text(HEADER + source)
     (pytester.path / "conftest.py").write_text("import os\nos.environ['FOLLOWER'] = str(os.getpid())\n")
-    port = free_port()
-    follower, leader = slurm(warm, pytester, 1, port), slurm(warm, pytester, 0, port)
-    text = leader.communicate(timeout=100)[0]
-    follower.communicate(timeout=30)
-    assert follower.returncode == -signal.SIGKILL
-    assert leader.returncode == 1
+    (code, text), (of_follower, _) = run_under_slurm(warm, pytester.path)
+    assert (code, of_follower) == (1, -signal.SIGKILL)
     assert "CRASH: rank 1 of 2, rank_died" in text
     later = [v for name, v in read_verdicts(pytester.path).items() if name.startswith("test_later")]
     assert [v.cause for v in later] == ["unknown"] * 2  # not waited for again
@@ -166,7 +147,7 @@ def test_later(group, n): dist.barrier()
 
 def test_what_a_process_waits_for_is_printed(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + "@world_size(2)\ndef test_it(group): pass\n")
-    leader = slurm(warm, pytester, 0, free_port())
+    leader = start_slurm_task(warm, pytester.path, 0, free_port())
     assert leader.stdout is not None
     found = next((line for line in leader.stdout if "waits for rank 1's process to collect its tests" in line), "")
     leader.kill()
@@ -176,7 +157,7 @@ def test_what_a_process_waits_for_is_printed(warm: WarmPython, pytester: pytest.
 
 def test_xdist_under_a_launcher_is_refused(warm: WarmPython, pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(): pass")
-    process = slurm(warm, pytester, 0, free_port(), "-n2")
+    process = start_slurm_task(warm, pytester.path, 0, free_port(), "-n2")
     assert "-n under torchrun or SLURM: each of its processes is a rank already" in process.communicate(timeout=60)[0]
     assert process.returncode == pytest.ExitCode.USAGE_ERROR
 
@@ -194,3 +175,188 @@ def test_a_world_of_one_is_no_launcher_s_and_an_unknown_host_is_refused(
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "MASTER_ADDR = 256.0.0.1: " in result.stderr
     assert "unset RANK to run without" in result.stderr
+
+
+# As Megatron-LM's suite: one group for a session, by env://, which ends behind a barrier.
+CONFTEST = """
+import pytest, torch, torch.distributed as dist
+
+@pytest.fixture(scope="session")
+def pg():
+    dist.init_process_group("gloo")
+    yield dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+RANK = 'RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID")))\n'
+
+
+Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def torchrun(warm: WarmPython, pytester: pytest.Pytester) -> Torchrun:
+    """Return a function that runs pytest on two ranks of torchrun's."""
+    return lambda *options: run_under_torchrun(warm, pytester.path, "--junitxml=junit.xml", *options)
+
+
+def results(folder: Path) -> dict[str, dict[str, str]]:
+    """Return what became of each test, by testsuite."""
+    found: dict[str, dict[str, str]] = {}
+    for suite in ET.parse(folder / "junit.xml").getroot():
+        cases = {case.get("name", ""): "passed" for case in suite.iter("testcase")}
+        cases |= {
+            case.get("name", ""): part.tag
+            for case in suite.iter("testcase")
+            for part in case
+            if part.tag in ("failure", "error")
+        }
+        found[suite.get("name", "")] = cases
+    return found
+
+
+def write(pytester: pytest.Pytester, source: str) -> None:
+    (pytester.path / "conftest.py").write_text(CONFTEST)
+    (pytester.path / "test_example.py").write_text(HEADER + RANK + source)
+
+
+def test_what_fails_on_rank_1_alone_is_shown(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_shard(): assert RANK < 1, "wrong shard on this rank"
+
+def test_other(): pass
+""",
+    )
+    done = torchrun()
+    assert done.returncode == 1
+    assert "AssertionError: wrong shard on this rank" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+    assert results(pytester.path) == {
+        "pytest": {"test_shard": "passed", "test_other": "passed"},
+        "pytest rank 1": {"test_shard": "failure", "test_other": "passed"},
+    }
+    assert not (pytester.path / "artifacts").exists()
+
+
+MIXED = """
+def test_all_reduce(pg):
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 2
+
+def test_shard():
+    print("a word of rank", RANK)
+    assert RANK < 1, "wrong shard on this rank"
+
+@world_size(2)
+def test_marked(group): dist.barrier()
+"""
+
+
+def test_beside_a_marked_test_the_others_run_in_every_process(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+    write(pytester, MIXED)
+    done = torchrun("--timeout=60")
+    assert done.returncode == 1
+    # Rank 0's process reports, and rank 1's what fails in it alone.
+    assert done.stdout.count("test session starts") == 1
+    assert "[rank 1] FAILED test_example.py::test_shard" in done.stdout
+    assert "[rank 1] E       AssertionError: wrong shard on this rank" in done.stdout
+    assert "[rank 1] a word of rank 1" in done.stdout
+    assert "[rank 1] 1 failed here, of 3" in done.stdout
+    assert "3 passed" in done.stdout
+    assert results(pytester.path) == {
+        "pytest": {"test_all_reduce": "passed", "test_shard": "passed", "test_marked": "passed"},
+        "pytest rank 1": {"test_all_reduce": "passed", "test_shard": "failure"},
+    }
+
+
+def test_a_test_past_its_limit_ends_with_rank_line_and_cause(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_first(pg): dist.barrier()
+
+def test_loss(pg):
+    loss = torch.tensor([1.0 + RANK])
+    assert loss.item() < 1.5, "loss differs"  # of rank 1; rank 0 waits in native code
+    dist.all_reduce(loss)
+
+def test_next(pg): dist.barrier()
+""",
+    )
+    done = torchrun("--timeout=8")
+    assert done.returncode == 1
+    line = (HEADER + RANK).count("\n") + 6
+    # Rank 1 is in the next test, with a limit that is over in the same moment: either clock may be the first.
+    verdict = re.escape(f"FAIL: rank 1 of 2, rank_exception, at test_example.py:{line} in test_loss")
+    assert re.search(rf"^\[rank [01]\] {verdict}", done.stdout, re.M), done.stdout
+    ended = r"ended (at its time limit of 8 s|with the others)"
+    assert re.search(rf"^\[rank 0\] HANG test_example.py::test_loss: {ended}", done.stdout, re.M), done.stdout
+    assert "[rank 1] E       AssertionError: loss differs" in done.stdout
+    assert "exitcode  : 1" in done.stdout
+    assert results(pytester.path) == {
+        "pytest": {"test_first": "passed", "test_loss": "failure"},
+        "pytest rank 1": {"test_first": "passed", "test_loss": "failure", "test_next": "failure"},
+    }
+    run = pytester.path / "artifacts" / "latest"
+    assert "rank_exception" in (run / "SUMMARY.md").read_text()
+    assert (run / "report.html").is_file()
+
+
+def test_a_rank_that_hangs_when_the_other_is_done_is_ended(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+import ctypes
+
+def test_native():
+    mutex, lock = (ctypes.c_char * 64)(), ctypes.CDLL(None).pthread_mutex_lock
+    for _ in range(1 + RANK):
+        lock(mutex)  # no signal interrupts the second call
+""",
+    )
+    done = torchrun("--timeout=3")
+    assert done.returncode == 1
+    assert "[rank 1] HANG test_example.py::test_native: ended at its time limit of 3 s" in done.stdout
+    assert results(pytester.path) == {"pytest": {"test_native": "passed"}, "pytest rank 1": {"test_native": "failure"}}
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_leaves_what_it_had_reported(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_first(): assert RANK == 1, "a failure before"
+
+def test_dies():
+    if RANK == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    done = torchrun()
+    assert done.returncode == 1
+    assert "[rank 0] FAILED test_example.py::test_first" in done.stdout
+    assert "AssertionError: a failure before" in done.stdout
+    assert "[rank 0] CRASH test_example.py::test_dies: its process has ended" in done.stdout
+    assert results(pytester.path)["pytest"] == {"test_first": "failure", "test_dies": "failure"}
+
+
+@pytest.mark.slow
+def test_a_group_by_env_shares_the_port_with_ours_where_no_launcher_keeps_a_store(pytester: pytest.Pytester) -> None:
+    """SLURM starts no store: rank 0's process serves both on MASTER_PORT."""
+    write(pytester, MIXED.replace("RANK < 1", "True"))
+    ranks = []
+    port = str(free_port())
+    for rank in range(2):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--timeout=60"]
+        ranks.append(
+            subprocess.Popen(
+                command, cwd=pytester.path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert "3 passed" in texts[0]

@@ -1,14 +1,16 @@
-"""What is announced while a test still runs, how a failure is bisected, and what a run leaves beside the verdict."""
+"""What is announced while a test still runs, and when, and what a run leaves beside the verdict."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pytest_nsa.cli.main import main
+from pytest_nsa.observe import progress
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire.files import read_lines
 
@@ -49,123 +51,6 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
     assert [(s["cause"], s["ranks"]) for s in suspected] == [("io_stuck", [1])]
     assert 3 <= suspected[0]["stalled_s"] <= 5
-
-
-def test_bisection_names_layer_and_branch(pytester: pytest.Pytester) -> None:
-    source = """
-@gc_range("0:12")
-@world_size(1)
-def test_layers(group, gc_range):
-    assert not gc_range.start <= 7 < gc_range.end
-
-@gc_range("0:12")
-@world_size(1)
-def test_two_layers(group, gc_range):
-    assert not {3, 8} & set(range(gc_range.start, gc_range.end))
-
-@gc_range("0:12")
-@world_size(2)
-def test_no_layer(group, gc_range):
-    if group.rank == 1:
-        os.kill(os.getpid(), 9)
-    dist.barrier()
-
-@gc_range("2:4")
-@world_size(1)
-def test_refuses_no_layer(group, gc_range):
-    if gc_range.start == gc_range.end:
-        os._exit(3)
-    assert gc_range.end < 4
-
-@gc_range("0:4")
-@world_size(1)
-def test_together(group, gc_range):
-    assert not (gc_range.start == 0 and gc_range.end == 4)
-
-@world_size(1)
-def test_branches(group, branch):
-    assert branch not in (None, "sel")
-"""
-    result = run_example(pytester, source, "--ranks-bisect=gc_range", "--ranks-bisect=branch")
-    assert result.outcomes == {"failed": 6}
-    reasons = {name: verdict.reason for name, verdict in result.verdicts.items()}
-    assert "bisect: layer 7 fails alone, as gc_range 7:8" in reasons["test_layers"]
-    assert "bisect: layers 3 and 8 fail alone, as gc_range 3:4 and 8:9" in reasons["test_two_layers"]
-    assert "bisect: fails without any layer, as gc_range 0:0, too" in reasons["test_no_layer"]
-    assert (
-        "bisect: layer 3 fails alone, as gc_range 3:4; without any layer it fails" in reasons["test_refuses_no_layer"]
-    )
-    assert "bisect: fails with layers 0:4, and with neither half alone" in reasons["test_together"]
-    assert "bisect: of the branches cmp, sel, win, sel fails alone" in reasons["test_branches"]
-
-
-TRAPPED = """
-import os
-
-@world_size(2)
-@rank_env(KIND="b", SET_BY_MARK="1")
-def test_needs_two(group):
-    assert os.environ["SET_BY_MARK"] == "1"
-    assert os.environ.get("FIRST") == "1" and os.environ.get("THIRD") == "x"
-
-@world_size(2)
-def test_needs_one(group):
-    if os.environ.get("SECOND") != "1" and group.rank == 1:
-        os.kill(os.getpid(), 9)
-    dist.barrier()
-
-@world_size(1)
-def test_helpless(group):
-    assert False
-
-@world_size(1)
-def test_comes_and_goes(group, pytestconfig):
-    flag = pytestconfig.rootpath / "ran"
-    was = flag.exists()
-    flag.touch()
-    assert was
-
-@world_size(1)
-def test_they_exclude_each_other(group):
-    assert [n for n in ("FIRST", "SECOND", "THIRD") if n in os.environ] == ["SECOND"]
-"""
-
-
-@pytest.mark.slow
-def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, TRAPPED, "--ranks-bisect-env", "FIRST=1,SECOND=1,THIRD=x,FOURTH=1")
-    assert result.outcomes == {"failed": 5}
-    reasons = {name: verdict.reason.rpartition("bisect: ")[2] for name, verdict in result.verdicts.items()}
-    assert reasons["test_needs_two"].startswith("passes with FIRST=1 and THIRD=x, all of them (")
-    assert reasons["test_needs_one"].startswith("passes with SECOND=1 alone (")
-    assert reasons["test_helpless"] == "fails with each of FIRST, SECOND, THIRD, FOURTH, and with all (6 runs)"
-    assert reasons["test_comes_and_goes"].startswith("it passes when it is run again as it is")
-    assert reasons["test_they_exclude_each_other"] == "passes with SECOND=1; not with all at once (6 runs)"
-    assert result.run is not None
-    # What was tried is in no list.
-    assert len({line["folder"] for line in read_lines(result.run / "verdicts.jsonl")}) == 5
-    before = (result.run / "SUMMARY.md").read_text()
-    assert main(["report", str(result.run)]) == 1  # made anew, from the folders
-    summary = (result.run / "SUMMARY.md").read_text()
-    assert summary.splitlines()[0] == before.splitlines()[0]
-    assert list(result.folder("test_needs_two").glob("bisect-env*/rank0/output.log"))
-
-
-def test_nothing_is_tried_where_nothing_could_be_told(pytester: pytest.Pytester) -> None:
-    source = """
-@world_size(1)
-def test_fails(group): assert False
-
-@world_size(1)
-@fails_as("assertion")
-def test_expected(group): assert False
-"""
-    result = run_example(pytester, source, "--ranks-bisect-env", "NCCL_P2P_DISABLE=1,CUDA_LAUNCH_BLOCKING=1")
-    assert result.outcomes == {"failed": 1, "xfailed": 1}
-    assert result.verdicts["test_fails"].reason.endswith(
-        "bisect: none of NCCL_P2P_DISABLE, CUDA_LAUNCH_BLOCKING has an effect on gloo and cpu"
-    )
-    assert "bisect" not in result.verdicts["test_expected"].reason
 
 
 TRAINS = """
@@ -224,3 +109,25 @@ def test_the_flight_recorder_is_dumped_where_it_records(
         pytest.skip("the recorder of this torch is NCCL's alone")
     recorded = json.loads((result.folder("test_stands") / "rank0" / "flight_recorder.json").read_text())
     assert recorded["entries"][-1]["profiling_name"] == "gloo:barrier"
+
+
+def board(step: int, line: str) -> Any:
+    """Return as much of a board as `progress.Past` needs."""
+    return SimpleNamespace(numbers={"step": step}, line=line, blocked=None)
+
+
+def test_a_pause_may_last_twice_as_long_as_the_longest_at_its_place() -> None:
+    past = progress.Past()
+    past.moved(0, board(0, "train.py:8 in save"), board(0, "train.py:9 in save"), 18.0)
+    assert past.limit(3.0, "train.py:12 in save") == 36.0
+    assert past.limit(3.0, "train.py:12 in load") == 3.0
+
+
+def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress, "monotonic", lambda: now)
+    past = progress.Past()
+    for step in range(6):
+        past.moved(0, board(step, ""), board(step + 1, ""), 0.0)
+        now += 2.0
+    assert past.limit(3.0, "train.py:1 in step") == 10.0

@@ -108,7 +108,7 @@ def test_it(group):
     print("no line end", end="")
 """
     (pytester.path / "test_example.py").write_text(HEADER + source)
-    run = warm.popen("-m", "pytest", "-p", "no:cacheprovider", "-s", stdout=subprocess.PIPE, cwd=pytester.path)
+    run = warm.popen("-m", "pytest", "-p", "no:cacheprovider", "-s", "-rP", stdout=subprocess.PIPE, cwd=pytester.path)
     assert run.stdout is not None
     seen = set()
     while len(seen) < 4:  # while the test still runs
@@ -119,6 +119,7 @@ def test_it(group):
     rest = run.communicate(timeout=60)[0]
     assert seen == {f"[rank {r}] {text}\n" for r in (0, 1) for text in (f"hello from {r}", "and not from Python")}
     assert "[rank 0] no line end\n" in rest
+    assert "Captured output of rank" not in rest, "the report does not repeat what was shown"
     assert "1 passed" in rest
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.system import sockets
 from pytest_nsa.testing import HEADER, run_example, run_folder
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below, that_stay
@@ -129,3 +130,19 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pyte
     verdicts = list(read_lines(pytester.path / "artifacts" / "latest" / "verdicts.jsonl"))
     assert [v["outcome"] for v in verdicts] == ["INTERRUPTED"], text
     assert processes_below(pytester.path) == []
+
+
+def test_a_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    listener = sockets.Listener("zygote")
+    (made,) = folder.iterdir()
+    assert made.stat().st_mode & 0o777 == 0o700
+    with sockets.connect(listener.name) as ours, listener.socket.accept()[0] as theirs:
+        theirs.sendall(b"x")
+        assert ours.recv(8) == b"x"
+    listener.close()
+    assert not made.exists()
+    with pytest.raises(FileNotFoundError):
+        sockets.connect(listener.name)

@@ -90,14 +90,6 @@ def test_plain_tests_find_signals_and_children_as_they_are(pytester: pytest.Pyte
     assert "would keep this session" not in result.stderr
 
 
-def test_a_path_may_have_an_at_sign(pytester: pytest.Pytester) -> None:
-    folder = pytester.mkdir("pkg@2")
-    folder.joinpath("test_at.py").write_text(
-        "import pytest\npytestmark = pytest.mark.world_size(2)\ndef test_fails(): assert 1 == 2\ndef test_passes(): pass\n"
-    )
-    assert run_folder(pytester.path).outcomes == {"failed": 1, "passed": 1}
-
-
 MOCKED = """
 import subprocess
 from torch.distributed import distributed_c10d
@@ -123,7 +115,7 @@ def test_a_mock_of_a_group_is_gone_with_its_test(pytester: pytest.Pytester) -> N
     assert result.outcomes == {"passed": 2}
 
 
-def test_a_mark_may_come_late(pytester: pytest.Pytester) -> None:
+def test_a_mark_may_come_late_a_path_have_an_at_sign_and_an_exit_be_expected(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("""
         import pytest
 
@@ -134,13 +126,13 @@ def test_a_mark_may_come_late(pytester: pytest.Pytester) -> None:
                 item.add_marker(pytest.mark.world_size(2))
             return found
     """)
-    result = run_example(pytester, "def test_it(): assert dist.get_world_size() == 2")
-    assert result.outcomes == {"passed": 1}
-
-
-def test_an_exit_may_be_expected(pytester: pytest.Pytester) -> None:
-    source = "@world_size(2)\n@pytest.mark.xfail(raises=SystemExit)\ndef test_it(): sys.exit(3)"
-    assert run_example(pytester, source).outcomes == {"xfailed": 1}
+    pytester.mkdir("pkg@2").joinpath("test_at.py").write_text(
+        "import sys, pytest\nimport torch.distributed as dist\ndef test_fails(): assert 1 == 2\n"
+        "def test_passes(): assert dist.get_world_size() == 2\n"
+        "@pytest.mark.xfail(raises=SystemExit)\ndef test_exits(): sys.exit(3)\n"
+    )
+    result = run_folder(pytester.path, "-o", "ranks_marks=true")
+    assert result.outcomes == {"failed": 1, "passed": 1, "xfailed": 1}
 
 
 @pytest.mark.parametrize("launch", ["clean", pytest.param("cold", marks=pytest.mark.slow)])

@@ -1,4 +1,6 @@
-"""``pytest-nsa watch`` and ``diagnose`` on a training that pytest did not start: torchrun and one environment variable."""
+"""``pytest-nsa watch`` and ``diagnose`` on jobs that pytest did not start: torchrun's, of many ranks, by py-spy and by NCCL; and
+NSA_TRACE_DIR: which processes leave evidence, how their ends are known, and what costs no training.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,26 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pytest_nsa.cli.watch import Watcher
+from nsa.trace.board import Board
+from pytest_nsa.cli.main import main
+from pytest_nsa.cli.nccl import NcclService, communicators, describe, read_answer
+from pytest_nsa.cli.watch import VerdictCommand, Watcher
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.load import load
+from pytest_nsa.observe import observer
+from pytest_nsa.observe.second_look import dump_by_py_spy
+from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
 TRAINING = """
@@ -202,3 +217,390 @@ def test_a_watch_that_begins_before_the_training_writes_into_its_folder(tmp_path
     watcher.look()
     (tmp_path / "run").mkdir()
     assert watcher.observer.log == tmp_path / "run" / "host.jsonl"
+
+
+SLEEPS = """
+import sys, time
+from pathlib import Path
+from nsa.trace.board import Board
+boards = [Board(Path(sys.argv[1]) / f"rank{r}" / "board.bin", r, 12) for r in range(12)]
+for rank, board in enumerate(boards):
+    board.phase("body")
+    board.text("line", "train.py:7 in load_undone")
+    if rank != 3:
+        board.enter("barrier", "0", 1, "", 0, "train.py:9 in main", size=12)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def twelve(tmp_path: Path) -> Iterator[Path]:
+    """Yield the folder of twelve ranks, of which rank 3 is not in the barrier of the others."""
+    for rank in range(12):
+        (tmp_path / f"rank{rank}").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", SLEEPS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield tmp_path
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = Watcher(twelve)
+    watcher.look()
+    monkeypatch.setattr(watcher.observer.watch, "measure_stall", lambda rank: 2.0 + rank)
+    first, second = watcher.lines()
+    assert first == "    1  rank 3: step 0  body  at train.py:7 in load_undone  still for 5 s"
+    assert second.startswith("   11  ranks 0-2, 4-11: step 0  body  in barrier #1 at train.py:9 in main")
+    assert second.endswith("  still for 13 s")
+
+
+def test_a_command_is_run_once_per_verdict(tmp_path: Path) -> None:
+    command = VerdictCommand(
+        f"cat >> {tmp_path / 'verdicts'}; echo $NSA_CAUSE $NSA_RANKS $NSA_RETRY >> {tmp_path / 'log'}"
+    )
+    verdict = {"cause": "transport_stuck", "ranks": [0, 1], "certain": False, "retry": "elsewhere", "reason": "..."}
+    for _ in range(3):
+        command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
+    command.give([{"folder": "run", "ranks": [], "verdict": None}])
+    command.finish()
+    assert (tmp_path / "log").read_text() == "transport_stuck 0,1 elsewhere\n"
+    assert json.loads((tmp_path / "verdicts").read_text())["folder"] == "run"
+
+
+def test_a_command_that_neither_reads_nor_ends_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    command = VerdictCommand("exec sleep 1000")
+    for cause in ("slow", "sleeping"):
+        verdict = {"cause": cause, "ranks": [0], "certain": False, "retry": "once", "reason": "x" * (1 << 20)}
+        command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
+    running = list(command._running)
+    assert [run.poll() for run in running] == [None, None]
+    command.finish(0.1)
+    assert capfd.readouterr().err.count("still runs after 0.1 s") == 2
+    for run in running:
+        run.kill()
+        run.wait()
+
+
+def test_the_board_of_this_process_is_alive(tmp_path: Path) -> None:
+    (tmp_path / "rank0").mkdir()
+    board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
+    board.phase("body")
+    watcher = Watcher(tmp_path)
+    watcher.look()
+    assert watcher.to_json()["ranks"][0] | {"line": ""} == watcher.to_json()["ranks"][0]
+    assert watcher.to_json()["ranks"][0]["pid"] == os.getpid()
+
+
+def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rank0").mkdir()
+    board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
+    board.phase("body")
+
+    def ends(folder: Path, boards: object) -> dict[int, int]:
+        board.phase("done")
+        return {}
+
+    monkeypatch.setattr(observer, "living_ranks", ends)
+    watcher = Watcher(tmp_path)
+    watcher.look()
+    assert watcher.to_json()["ranks"][0]["gone"] is False
+    assert watcher.finding is None
+
+
+WAITS = """
+import os, subprocess, sys, time
+
+def save():
+    print(flush=True)
+    time.sleep(1000)
+
+save()
+"""
+
+
+@pytest.fixture
+def unaided(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start two ranks of a program with a launcher's variables, which leave no evidence, and wait until both wait."""
+    (tmp_path / "job.py").write_text(WAITS)
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    found = [
+        subprocess.Popen(
+            [sys.executable, "job.py"], env={**os.environ, **variables, "RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for rank in found:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+    yield found
+    for rank in found:
+        rank.kill()
+        rank.communicate()
+
+
+def test_ranks_are_found_by_their_variables(
+    unaided: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", str(unaided[1].pid), "--once"]) == 0
+    out = capsys.readouterr().out
+    for number, rank in enumerate(unaided):
+        assert f"rank {number}  pid {rank.pid}\n" in out
+    assert "NSA_TRACE_DIR" in out
+    if dump_by_py_spy(unaided[0].pid, limit_s=60)[0]:
+        assert out.count("save (") == 2
+    else:
+        assert "py-spy" in out
+
+
+def answer(counts: dict[int, int], missing: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return an answer of one communicator: AllReduce calls by rank, and the ranks that do not answer."""
+    return {
+        "nccl_version": "2.28.9", "timestamp": "2026-11-23 08:00:00", "communicators_count": 1,
+        "communicators": [{
+            "hash": "0xabc", "size": len(counts) + len(missing), "missing_ranks_count": len(missing),
+            "ranks": [
+                {"rank": rank, "host": "node5", "pid": 100 + rank, "cuda_dev": rank, "status": {"init_state": 0},
+                 "collective_counts": {"AllReduce": n, "Broadcast": 1}}
+                for rank, n in counts.items()
+            ],
+            "missing_ranks": [
+                {"rank": rank, "host": "node6", "pid": 100 + rank, "status": {"unresponsive": True, "considered_dead": rank == 9}}
+                for rank in missing
+            ],
+        }],
+    }  # fmt: skip
+
+
+def lines(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return describe(communicators(before), communicators(now))
+
+
+def test_a_rank_that_is_behind_is_named_once_nothing_moves() -> None:
+    behind = answer({0: 7, 1: 7, 2: 5, 3: 7})
+    assert lines(behind, behind) == [
+        "NCCL: communicator 0xabc of 4 ranks: rank 2 (node5, GPU 2, pid 102) is 2 AllReduce behind, and nothing moves"
+    ]
+    assert lines(answer({0: 6, 1: 6, 2: 5, 3: 6}), behind) == []  # a skew that comes and goes is work
+    assert lines(answer({0: 7, 1: 7}), answer({0: 7, 1: 7})) == []
+
+
+def test_ranks_that_do_not_answer_are_named_at_once() -> None:
+    assert lines(answer({0: 7}), answer({0: 8}, missing=(4, 9))) == [
+        "NCCL: communicator 0xabc of 3 ranks: rank 4 (node6, pid 104) does not answer",
+        "NCCL: communicator 0xabc of 3 ranks: rank 9 (node6, pid 109) is dead",
+    ]
+
+
+def test_the_comma_that_2_28_9_leaves_out_is_repaired() -> None:
+    whole = json.dumps(answer({0: 7}, missing=(4,)), indent=1)
+    broken = whole.replace('"pid": 104,', '"pid": 104')
+    assert broken != whole
+    with pytest.raises(ValueError, match="delimiter"):
+        json.loads(broken)
+    assert read_answer(broken) == json.loads(whole)
+    assert read_answer("NCCL has no job here") is None
+
+
+NAMES = st.sampled_from(["communicators", "ranks", "rank", "missing_ranks", "collective_counts", "status", "hash"])
+LEAVES = st.none() | st.integers() | st.text(max_size=5)
+
+
+@settings(deadline=None)
+@given(st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(NAMES, v, max_size=4)))
+def test_answers_of_other_forms_are_passed_over(value: Any) -> None:
+    found = communicators(value if isinstance(value, dict) else {"communicators": value})
+    assert isinstance(describe(found, found), list)
+
+
+def test_the_program_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of that name that answers, and one that hangs; without any the service is silent."""
+    program = tmp_path / "ncclras"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps(answer({0: 3, 1: 2}))}\nEND\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("pytest_nsa.cli.nccl.AGAIN_S", 0.0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    service = NcclService()
+    deadline = time.monotonic() + 30
+    while not service.lines and time.monotonic() < deadline:
+        service.look()
+        time.sleep(0.01)
+    service.close()
+    assert service.lines == [
+        "NCCL: communicator 0xabc of 2 ranks: rank 1 (node5, GPU 1, pid 101) is 1 AllReduce behind, and nothing moves"
+    ]
+    program.write_text("#!/bin/sh\nexec sleep 1000\n")
+    hanging = NcclService()
+    hanging.look()
+    hanging.look()
+    assert hanging.lines == []
+    hanging.close()
+    monkeypatch.setenv("PATH", "/nowhere")
+    without = NcclService()
+    without.look()
+    without.close()
+    assert without.lines == []
+
+
+ALONE = """
+import os, subprocess, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+"""
+JOB = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank, raises):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    if raises and rank == 1:
+        raise ValueError("planted")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(train, (len(sys.argv) > 2,), nprocs=2, start_method=sys.argv[1])
+"""
+
+WORKER = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+os._exit(0)
+"""
+TEST_SPAWNS = """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def worker(rank, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+
+def test_spawns():
+    mp.spawn(worker, args=(int(os.environ["PORT"]),), nprocs=2)
+"""
+TEST_STARTS = """
+import os, subprocess, sys
+
+def test_starts_a_script():
+    numbers = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    command = [sys.executable, "worker.py"]
+    ranks = [subprocess.Popen(command, env={**os.environ, **n}, stdin=subprocess.DEVNULL) for n in numbers]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+"""
+
+
+def start_script(folder: Path, source: str, *arguments: str, rank: int | None = 0, size: int = 1, port: int = 0, run: str = "run"
+          ) -> subprocess.Popen[str]:  # fmt: skip
+    """Start a script with the variables of a launcher, unless ``rank`` is None."""
+    (folder / "script.py").write_text(source)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
+    launched = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    return subprocess.Popen(
+        [sys.executable, str(folder / "script.py"), *arguments], cwd=folder, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **place, **launched, "NSA_TRACE_DIR": str(folder / run)},
+    )  # fmt: skip
+
+
+def verdict_of(folder: Path, run: str = "run") -> Verdict:
+    return diagnose(load(folder / run))
+
+
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        ("sys.exit(3)", ("FAIL", "rank_exited")),
+        ("os._exit(7)", ("FAIL", "rank_exited")),
+        ("os._exit(0)", ("PASS", "")),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    dist.all_reduce(torch.ones(1))", ("PASS", "")),
+    ],
+)
+def test_an_exit_s_status_is_known(tmp_path: Path, end: str, found: tuple[str, str]) -> None:
+    process = start_script(tmp_path, ALONE + end)
+    process.communicate(timeout=100)
+    verdict = verdict_of(tmp_path)
+    assert (verdict.outcome, verdict.cause) == found
+    if verdict.failed:
+        assert verdict.where.endswith("script.py:7 in <module>")
+
+
+@pytest.mark.parametrize(
+    ("method", "raises"),
+    [
+        ("fork", False),
+        ("spawn", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("fork", True), ("spawn", False), ("forkserver", True))
+        ),
+    ],
+)
+def test_children_of_multiprocessing_end_well_or_by_an_exception(tmp_path: Path, method: str, raises: bool) -> None:
+    process = start_script(tmp_path, JOB, method, *(["raises"] if raises else []), rank=None)
+    process.communicate(timeout=100)
+    verdict = verdict_of(tmp_path)
+    assert verdict.outcome == ("FAIL" if raises else "PASS")
+    if raises:
+        assert (verdict.cause, verdict.ranks) == ("rank_exception", (1,))
+
+
+def test_a_rank_that_was_killed_is_named_where_the_launcher_ended_the_other(tmp_path: Path) -> None:
+    source = (
+        ALONE + "dist.barrier()\nif dist.get_rank() == 1:\n    os.kill(os.getpid(), 9)\nprint('here', flush=True)\n"
+    )
+    source += "import threading\nthreading.Event().wait()\n"
+    port = free_port()
+    ranks = [start_script(tmp_path, source, rank=rank, size=2, port=port) for rank in (0, 1)]
+    ranks[1].wait(100)
+    ranks[0].terminate()
+    assert ranks[0].wait(100) == -signal.SIGTERM
+    for process in ranks:
+        process.communicate()
+    verdict = verdict_of(tmp_path)
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("CRASH", "rank_died", (1,))
+
+
+def test_a_job_that_a_rank_starts_leaves_its_evidence_alone(tmp_path: Path) -> None:
+    inner = f"""
+if len(sys.argv) == 1:
+    subprocess.run([sys.executable, __file__, "inner"], env={{**os.environ, "MASTER_PORT": "{free_port()}"}}, check=True)
+    raise ValueError("planted")
+"""
+    process = start_script(tmp_path, ALONE + inner)
+    _, errors = process.communicate(timeout=100)
+    assert f"process {process.pid} leaves its evidence there" in errors
+    verdict = verdict_of(tmp_path)
+    assert verdict.failed
+    assert "ValueError: planted" in verdict.reason
+
+
+def test_a_folder_that_cannot_be_made_costs_the_evidence_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    # Without it, torch itself may abort at exit: a thread of its group still runs.
+    process = start_script(tmp_path, f"{ALONE}dist.destroy_process_group()\n", run="file/run")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "nsa: rank 0 leaves no evidence: " in errors
+
+
+@pytest.mark.parametrize(
+    "source", [TEST_SPAWNS, pytest.param(TEST_STARTS, marks=pytest.mark.slow)], ids=["mp.spawn", "subprocess"]
+)
+def test_ranks_that_a_test_starts_leave_evidence(warm: WarmPython, tmp_path: Path, source: str) -> None:
+    (tmp_path / "test_it.py").write_text(source)
+    (tmp_path / "worker.py").write_text(WORKER)
+    port = str(free_port())
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "NSA_", "RANK", "WORLD_SIZE"))}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PORT": port, "NSA_TRACE_DIR": str(tmp_path / "run")}
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = warm.call(*command, cwd=tmp_path, env={**mine, **place}, nursery=True)
+    assert done.returncode == 0, done.stdout
+    assert [rank.board is not None and rank.passed for rank in load(tmp_path / "run").ranks] == [True, True]

@@ -64,8 +64,3 @@ def pytest_nsa_wrap_model(config, model, parallel, device, options):
     """Use a model's own `parallelize` where it has one."""
     own = getattr(model, "parallelize", None)
     return own(parallel, device) if own is not None else None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_nsa_artifact_name(item):
-    return item.name if item.name.startswith("test_licence") else None

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
-from collections.abc import Collection, Sequence
+import sys
+import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +26,65 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.observe.host_log import note
 from pytest_nsa.observe.supervise import RanksRun
-from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.session.phases import Phases
+from pytest_nsa.session.runner import Group
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import monotonic
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import Job
-from pytest_nsa.wire.protocols import LaunchError, Limits, Starter
+from pytest_nsa.wire.protocols import LaunchError, Limits, Monitor, Starter
+
+NOTICE_S = 5.0
+MEET_S = 600.0  # for all processes to collect their tests
+
+
+class OuterStore:
+    """Named values that the processes of a run exchange: JSON through torchrun's store.
+
+    The one place where a pytest process imports torch: that store is torch's TCPStore, and its protocol is torch's own. Under an
+    outer launcher ranks are forked from this process, which has to import torch anyway.
+    """
+
+    def __init__(self, outer: OuterLauncher) -> None:
+        import torch.distributed as dist
+
+        store = dist.TCPStore(
+            outer.address,
+            outer.port,
+            is_master=outer.rank == 0 and not outer.serves_store,
+            wait_for_workers=False,
+            multi_tenant=True,  # a test that forms a group by env:// serves the same port of this process
+            timeout=timedelta(seconds=MEET_S),
+        )
+        self._store = dist.PrefixStore("pytest-nsa", store)
+
+    def put(self, key: str, value: Any) -> None:
+        """Publish a value: anything that JSON can hold."""
+        self._store.set(key, zlib.compress(json.dumps(value).encode()))
+
+    def look(self, key: str) -> Any:
+        """Return the value of a key; None until it is set."""
+        return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
+
+    def wait(self, key: str, seconds: float, *, or_key: str = "", awaited: str = "") -> Any:
+        """Wait for the value of ``key``, or of ``or_key`` if that comes first. Raises TimeoutError.
+
+        After `NOTICE_S` a line on standard error has what is ``awaited``, if that is given.
+        """
+        began = monotonic()
+        deadline = began + seconds
+        while True:
+            for name in (key, or_key):
+                value = self.look(name) if name else None
+                if value is not None:
+                    return value
+            if awaited and monotonic() - began >= NOTICE_S:
+                print(f"nsa: waits for {awaited} (up to {seconds:.0f} s)", file=sys.__stderr__, flush=True)
+                awaited = ""
+            if monotonic() >= deadline:
+                raise TimeoutError(f"nothing was received for {key!r} for {seconds:.0f} s")
+            time.sleep(0.01)
+
 
 PUSH_S = 0.25  # between two boards that a follower sends
 START_S = 120.0
@@ -48,16 +105,16 @@ _FILES = (
 )
 
 
-class Attachment:
+class Attachment(Group):
     """This process's part in a run under an outer launcher. It is alone until it meets the others."""
 
     is_alone = False
 
     def __init__(self, outer: OuterLauncher) -> None:
+        super().__init__()
         self.outer = outer
         self._store: OuterStore | None = None
         self._count = 0
-        self.exit_status = 0
         self.lost: dict[int, str] = {}  # the other processes that host no rank any more, and why
 
     @property
@@ -198,14 +255,13 @@ def why_left(wire: OuterStore, rank: int) -> str:
     return "" if status is None else f"has ended its session with {status}"
 
 
-class LeaderLauncher:
+class LeaderLauncher(Starter):
     """The launcher of the leader: starts its own rank, and learns of the others through the store."""
 
     def __init__(self, inner: Starter, wire: OuterStore, key: str, job: Job, lost: dict[int, str]) -> None:
         self.inner, self.wire, self.key, self.job, self.lost_processes = inner, wire, key, job, lost
         self.others = [rank for rank in range(job.world_size) if rank != job.only]
-        self._lost: set[int] = set()
-        self.lost: Collection[int] = self._lost
+        self.lost: set[int] = set()
         self._gone: set[int] = set()
         self._beats: dict[int, tuple[Any, float]] = {}
 
@@ -224,7 +280,7 @@ class LeaderLauncher:
             status = self.wire.look(f"{self.key}/exit/{rank}")
             if status is None and self._is_silent(rank):
                 note(Path(self.job.folder) / "host.jsonl", "silent", rank=rank, seconds=SILENT_S)
-                self._lost.add(rank)
+                self.lost.add(rank)
                 self.lost_processes[rank] = why_left(self.wire, rank) or f"was lost in {self.job.nodeid}"
                 status = 9
             if status is not None:
@@ -273,7 +329,7 @@ class LeaderLauncher:
 
 
 @dataclass
-class Follower:
+class Follower(Monitor):
     """Sends the board of this process's rank to the leader, and receives its request to stop."""
 
     wire: OuterStore
@@ -295,9 +351,6 @@ class Follower:
             if self.wire.look(f"{self.key}/stop"):
                 self.stop_reason = "leader"
         return 0.0
-
-    def finish(self) -> None:
-        """No-op: `send_everything` reports the exit of the rank."""
 
     def send_everything(self) -> None:
         """Send the exit status, then every file of evidence."""

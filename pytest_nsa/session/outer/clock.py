@@ -26,16 +26,16 @@ from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.observer import Observer
 from pytest_nsa.rank.outer_rank import END_REQUEST
-from pytest_nsa.report import junit, runs
 from pytest_nsa.report import run as session_report
+from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import lines, short_path
-from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.folders import Recorder, RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
-from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, sweep
-from pytest_nsa.session.recorder import Recorder
+from pytest_nsa.session.outer.session_log import LoggedSession, SessionLog, merge_junit, sweep
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.system.clock import monotonic, wall_clock
+from pytest_nsa.system.descendants import reap
 from pytest_nsa.system.prctl import fork
 from pytest_nsa.wire.files import read_lines, touch, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
@@ -85,16 +85,8 @@ class Clock:
 
         On a full disk its log does not show that.
         """
-        if not self._pid:
-            return
-        deadline = monotonic() + CLOSE_S
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
-                if monotonic() >= deadline:
-                    os.kill(self._pid, signal.SIGKILL)
-                    os.waitpid(self._pid, 0)
-                    return
-                time.sleep(0.01)
+        if self._pid:
+            reap(self._pid, CLOSE_S)
 
     def _wait_for_turn(self) -> None:
         """Act for all sessions of the launch once no other clock does, until this session is over."""
@@ -198,7 +190,7 @@ class Clock:
         """Write the verdict, SUMMARY.md and report.html into the run's folder. Return the lines to print."""
         made = next((Path(session.run) for session in self.sessions.values() if session.run), None)
         settings = self.settings
-        run = RunFolder(made.parent if made else settings.artifacts, made.name if made else None, settings.folder_mode)
+        run = RunFolder(made.parent if made else settings.artifacts, made.name if made else None)
         folder = run.test_folder(safe_name(late.nodeid))
         shutil.copytree(self.launch / KEPT, folder, dirs_exist_ok=True)
         if settings.mask_output:
@@ -246,7 +238,7 @@ class Clock:
             if report.nodeid not in session.not_ours:
                 xml.pytest_runtest_logreport(report)
         xml.pytest_sessionfinish()
-        junit.merge(target, own, self.log.launch, session.rank)
+        merge_junit(target, own, self.log.launch, session.rank)
 
 
 def _ended_report(session: LoggedSession, text: str) -> pytest.TestReport:

@@ -1,4 +1,4 @@
-"""The hooks of a run under torchrun or SLURM, where each pytest process hosts one rank, or is one.
+"""The session and hooks of a run under torchrun or SLURM, where each pytest process hosts one rank, or is one.
 
 Tests without our ranks run in every process, as without the plugin. Rank 0's process (the leader) reports tests on ranks; the
 others (followers) receive its verdict. A failure of another test in a follower is printed at once.
@@ -21,13 +21,13 @@ from _pytest.junitxml import xml_key
 from pytest_nsa import marked
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.outer_rank import LaunchedRank
-from pytest_nsa.report import junit
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.items import Ranked, runner_key
 from pytest_nsa.session.needs import read_needs
 from pytest_nsa.session.outer.attachment import Attachment
 from pytest_nsa.session.outer.clock import Clock
-from pytest_nsa.session.outer.session_log import SessionLog
+from pytest_nsa.session.outer.session_log import SessionLog, merge_junit
+from pytest_nsa.session.ranked_session import RankedSession, needs_ranks, only_lists
 from pytest_nsa.settings import OuterLauncher, Settings
 from pytest_nsa.system.disk_space import private_folder
 
@@ -119,7 +119,7 @@ class OuterHooks:
         """Decide after collection whether this process is a follower. ``has_ranks``: some tests run on ranks."""
         self.follows = has_ranks and self.outer.rank > 0
         if self.follows:
-            mine = (i for i in session.items if isinstance(i, Ranked) or self._runs_in_the_leader(i))
+            mine = (i for i in session.items if isinstance(i, Ranked) or marked.takes(i, "launch"))
             self._reported_by_leader = {item.nodeid for item in mine}  # rank 0's process alone reports them
             self._exclude_from_junit()
             remove_hooks(self.config, reports_only=True)  # other plugins write their reports in the leader
@@ -129,10 +129,6 @@ class OuterHooks:
             self.screen.drop()
         else:  # also where a module cannot be collected here
             self.screen.release()
-
-    def _runs_in_the_leader(self, item: pytest.Item) -> bool:
-        is_plain = not isinstance(item, Ranked)
-        return is_plain and (self.settings.unmarked == "leader" or marked.takes(item, "launch"))
 
     def _exclude_from_junit(self) -> None:
         xml = self.config.stash.get(xml_key, None)
@@ -166,7 +162,7 @@ class OuterHooks:
 
     def leaves_to_leader(self, item: pytest.Item) -> bool:
         """Return whether this process leaves a test to the leader."""
-        return self.follows and self._runs_in_the_leader(item)
+        return self.follows and not isinstance(item, Ranked) and marked.takes(item, "launch")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -221,7 +217,7 @@ class OuterHooks:
             self.rank.end(passed=not exitstatus)
         xml = self.config.stash.get(xml_key, None)
         if xml is not None and self.outer.world_size > 1:
-            junit.merge(self._junit, Path(xml.logfile), self.log.launch, self.outer.rank)
+            merge_junit(self._junit, Path(xml.logfile), self.log.launch, self.outer.rank)
             xml.logfile = str(self._junit)
         if self.follows and self._failed:
             self.screen.show(self.outer.rank, f"{session.testsfailed} failed here, of {session.testscollected}")
@@ -235,3 +231,55 @@ class OuterHooks:
             self._clock.close()
         self.log.close()
         self.attachment.close()
+
+
+class LaunchedSession(RankedSession):
+    """Under torchrun or SLURM."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, *, is_late: bool) -> None:
+        assert settings.outer is not None
+        self.outer: OuterLauncher = settings.outer
+        super().__init__(config, settings)
+        if is_late:
+            self.hooks.pytest_sessionstart()
+
+    def make_group(self) -> Attachment:
+        """Return the part of this process among the others of the launcher."""
+        self.attachment = Attachment(self.outer)
+        return self.attachment
+
+    def register(self) -> None:
+        """Register the hooks of this mode."""
+        self.register_hang_lines()
+        self.hooks = OuterHooks(self.config, self.settings, self.outer, self.attachment)
+        self.config.pluginmanager.register(self.hooks, "nsa-outer")
+
+    def finish_collection(self, session: pytest.Session) -> None:
+        """Decide whether this process is a follower: only where a test runs on ranks."""
+        super().finish_collection(session)
+        self.hooks.begin(session, has_ranks=self.wants_ranks(session))
+        self.writes_reports = self.attachment.leads
+        self.signals.defers = self.hooks.follows
+        self.signals.take()
+
+    def start(self, session: pytest.Session) -> None:
+        """Start the clock before this process has connections, then what tests on ranks need."""
+        if not only_lists(self.config):
+            self.hooks.start_clock()
+        super().start(session)
+        self.hooks.note_run()
+
+    def start_ranks(self, session: pytest.Session) -> None:
+        """Start the launcher, then meet the other processes, and agree on the tests."""
+        super().start_ranks(session)
+        self.attachment.meet([item.nodeid for item in session.items if needs_ranks(item)])
+
+    def begin_item(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Leave a test to the leader where it runs there alone."""
+        super().begin_item(item, nextitem)
+        return True if self.hooks.leaves_to_leader(item) else None
+
+    def take_limit(self, item: pytest.Item, limit: Any) -> bool | None:
+        """Note the limit for the clock."""
+        self.hooks.bound(item, limit.timeout)
+        return super().take_limit(item, limit)

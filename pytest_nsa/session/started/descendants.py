@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
+import pytest_timeout  # type: ignore[import-untyped]
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
@@ -28,34 +29,95 @@ from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import short_path
-from pytest_nsa.session import before_timeout
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
-from pytest_nsa.session.reports import of_started as reports
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.started.child_stacks import ChildStacks, named
 from pytest_nsa.session.started.jobs_of_test import (
     Concluded,
     Occasion,
+    add_to_report,
     conclude_jobs,
     describe,
+    find_line,
+    has_report,
+    keep_for_report,
     list_pids,
     unnoticed,
+    warn,
 )
-from pytest_nsa.session.started.process_ends import (
+from pytest_nsa.session.started.processes import (
     IDLE_S,
     WORKER_WAITS,
+    ChildStacks,
     ProcessEnds,
     is_interrupted,
     joined_at_exit,
     left_at_exit,
+    named,
     of_ranks,
+    on_start,
 )
-from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.settings import Mode, Settings
-from pytest_nsa.system.children import children
 from pytest_nsa.system.clock import wall_clock
-from pytest_nsa.system.descendants import Key, Process, started_since, ticks_since_boot
+from pytest_nsa.system.descendants import Key, Process, children, started_since, ticks_since_boot
+
+AGAIN_S = 6.0  # after which a test that is blocked in its cleanup since its limit is ended once more
+
+
+def by_signal(settings: Any) -> bool:
+    """Return whether pytest-timeout raises in the test by SIGALRM; else a thread of it ends the process."""
+    return settings.method == "signal" and threading.current_thread() is threading.main_thread()
+
+
+def call_around_alarm(
+    before: Callable[[FrameType | None], object],
+    after: Callable[[], bool],
+    is_blocked: Callable[[FrameType | None], bool],
+) -> None:
+    """Call ``before`` with the frame that SIGALRM interrupts, then pytest-timeout's handler, which is set already, then ``after``.
+
+    Where ``after`` returns True, SIGALRM comes again every `AGAIN_S` until pytest-timeout cancels it. Then pytest-timeout's handler
+    raises once more if ``is_blocked``, called with the frame, returns True.
+    """
+    theirs = signal.getsignal(signal.SIGALRM)
+    if not callable(theirs):
+        return
+    is_first = True
+
+    def fire(number: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
+        nonlocal is_first
+        if not is_first:
+            if is_blocked(frame):
+                theirs(number, frame)
+            return
+        is_first = False
+        before(frame)
+        try:
+            theirs(number, frame)
+        finally:
+            if after():
+                signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+
+    signal.signal(signal.SIGALRM, fire)
+
+
+def call_before_timer(item: pytest.Item, settings: Any, first: Callable[[FrameType | None], object]) -> None:
+    """Replace pytest-timeout's timer by one that calls ``first`` with the main thread's frame, then what pytest-timeout does."""
+
+    def fire() -> None:
+        first(sys._current_frames().get(threading.main_thread().ident or 0))
+        pytest_timeout.timeout_timer(item, settings)
+
+    def cancel() -> None:
+        timer.cancel()
+        timer.join()
+
+    item.cancel_timeout()  # type: ignore[attr-defined]
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    timer = threading.Timer(settings.timeout, fire)
+    timer.start()
+
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 NAMED = 6  # processes that a report names
@@ -178,7 +240,7 @@ class StartedRanks:
             self.item = None
             for failure in [failure for failure, is_reported in self._failures.items() if not is_reported]:
                 self._failures[failure] = True
-                reports.warn(item, f"the processes of this test were not followed to its end: {failure}")
+                warn(item, f"the processes of this test were not followed to its end: {failure}")
 
     @_harmless
     def _begin(self, item: pytest.Item) -> None:
@@ -222,12 +284,15 @@ class StartedRanks:
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
-        if item is self.item and before_timeout.by_signal(settings):
-            before_timeout.call_around_alarm(
-                lambda frame: self._at_limit(item, settings, frame), self._end_soon, self._is_blocked
+        if item is self.item and by_signal(settings):
+            call_around_alarm(
+                lambda frame: self._at_limit(item, settings, frame),
+                self._end_soon,
+                # Whether the test or its fixture is still in the phase in which it was ended.
+                lambda frame: self._is_in_phase and bool(find_line(frame, self.config.rootpath)),
             )
         elif item is self.item:
-            before_timeout.call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
+            call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
 
     @_harmless
@@ -241,8 +306,6 @@ class StartedRanks:
 
     @_harmless
     def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
-        import pytest_timeout  # type: ignore[import-untyped]
-
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
         if is_watched or self._is_concluding or not (self._processes() or self._others):
             return []
@@ -250,7 +313,7 @@ class StartedRanks:
         jobs, text = self._conclude("deadline", settings.timeout, frame)
         self._is_over = lambda: True
         if text:
-            reports.keep(item, jobs, text)
+            keep_for_report(item, jobs, text)
         return text
 
     @_harmless
@@ -264,10 +327,6 @@ class StartedRanks:
         ranks = {pid for job in set(list_jobs(self.base)) - self._others for pid in list_pids(job)}
         return [p for p in of_ranks(self._processes(), ranks) if not p.is_helper]
 
-    def _is_blocked(self, frame: FrameType | None) -> bool:
-        """Return whether the test or its fixture is still in the phase in which it was ended."""
-        return self._is_in_phase and bool(reports.place(frame, self.config.rootpath))
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         self._is_in_phase = False
@@ -278,16 +337,16 @@ class StartedRanks:
             self._at_pass(item, report)
         if call.excinfo is None or isinstance(call.excinfo.value, pytest.skip.Exception):
             return report
-        if not reports.has(item) and self.has_any:
+        if not has_report(item) and self.has_any:
             self._at_failure(item)
-        reports.add(item, report, self.runner.recorder)
+        add_to_report(item, report, self.runner.recorder)
         return report
 
     @_harmless
     def _at_failure(self, item: pytest.Item) -> None:
         jobs, text = self._conclude("", 0.0, None)
         if jobs and jobs[0].verdict.failed and not jobs[0].is_other:
-            reports.keep(item, jobs, text)
+            keep_for_report(item, jobs, text)
 
     @_harmless
     def _at_pass(self, item: pytest.Item, report: Any) -> None:
@@ -298,7 +357,7 @@ class StartedRanks:
         if self.settings.descendants_fail:
             report.outcome, report.longrepr = "failed", f"{raised}, and the test passed (ranks_descendants_fail)"
         else:
-            reports.warn(item, f"{raised}, and the test passed (ini ranks_descendants_fail makes this a failure)")
+            warn(item, f"{raised}, and the test passed (ini ranks_descendants_fail makes this a failure)")
 
     # -- verdicts
 
@@ -317,7 +376,7 @@ class StartedRanks:
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
             others = [p for p in shown if p.pid not in of_jobs and not p.is_helper][:NAMED]
             lines = [named(p, self.stacks.places(p.pid) if reason else ()) for p in others]
-            text = describe(jobs, lines, reports.place(frame, root)) if jobs or others else []
+            text = describe(jobs, lines, find_line(frame, root)) if jobs or others else []
             self._is_ended = self._is_ended or bool(reason)
             return jobs, text
         finally:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import shutil
 import time
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest._code.code import ExceptionChainRepr, ReprTraceback
 
 from pytest_nsa.diagnosis.rules.exits import first_exceptions
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.marks import find_place
 from pytest_nsa.observe.conclude import conclude
 from pytest_nsa.observe.finders import list_jobs
 from pytest_nsa.observe.observer import Observer
-from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
-from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.report.plain import visible
+from pytest_nsa.report.terminal import failures_of_ranks, headline, lines, short_path
+from pytest_nsa.session.folders import Recorder, RunFolder, safe_name
 from pytest_nsa.session.masking import mask_files
-from pytest_nsa.session.recorder import Recorder
+from pytest_nsa.session.reports import ReprEntryNative, report_warning
 from pytest_nsa.system.descendants import Process
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import read_object, read_text, write_json
@@ -192,3 +199,64 @@ def _of_jobs(jobs: Sequence[Concluded]) -> Iterator[str]:
 def _describe_ranks(job: Concluded) -> str:
     by = "an earlier test or a fixture" if job.is_other else "the test"
     return f"{job.verdict.world_size} ranks that {by} has started"
+
+
+_shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
+
+
+def keep_for_report(item: pytest.Item, jobs: Sequence[Concluded], text: list[str]) -> None:
+    """Keep what a test's report shall show; a verdict only if it explains the failure."""
+    explains = jobs[0] if jobs and not jobs[0].is_idle else None
+    item.stash[_shown_key] = (
+        text, explains.verdict if explains else None, explains.evidence.folder if explains else None
+    )  # fmt: skip
+
+
+def has_report(item: pytest.Item) -> bool:
+    """Return whether a text is kept for the test's next report."""
+    return _shown_key in item.stash
+
+
+def add_to_report(item: pytest.Item, report: Any, recorder: Recorder) -> None:
+    """Add what is kept to a report, once."""
+    text, verdict, folder = item.stash.get(_shown_key, ([], None, None))
+    if not text:
+        return
+    del item.stash[_shown_key]
+    if report.failed:
+        _put_first(report, text, is_explained=verdict is not None)
+    if verdict is not None:
+        report.nsa_explained = verdict.failed
+        named = ("nsa.verdict", headline(verdict))
+        report.user_properties.append(named)
+        item.user_properties.append(named)  # of its later reports
+        if hasattr(report, "wasxfail") and folder is not None:
+            recorder.expect_failure(folder, verdict)
+
+
+def _put_first(report: Any, text: list[str], *, is_explained: bool) -> None:
+    """Put the verdict before the failure's text, and into the short summary, in a form that xdist's workers can send."""
+    shown = "\n".join(map(visible, text)) + "\n"
+    if isinstance(report.longrepr, ExceptionChainRepr):
+        entry = ReprTraceback([ReprEntryNative([shown])], None, style="native")
+        report.longrepr.chain = [(entry, None, "The test itself:"), *report.longrepr.chain]
+        if is_explained and report.longrepr.reprcrash is not None:
+            report.longrepr.reprcrash.message = visible(text[0])
+    else:
+        report.longrepr = f"{shown}{report.longrepr}"
+
+
+def warn(item: pytest.Item, text: str) -> None:
+    """Show a warning that no filter turns into a failure."""
+    message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, *find_place(item))
+    report_warning(item, message)
+
+
+def find_line(frame: FrameType | None, root: Path) -> str:
+    """Return the innermost line of the repository on a stack."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
+            return f"{short_path(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,1 +1,0 @@
-"""What other pytest plugins need from a session with ranks."""
