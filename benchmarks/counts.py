@@ -26,10 +26,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+PEERS = Path(__file__).parent / "peers"
 TABLE = Path(__file__).parent / "results" / "harness_counts.json"
 MORE = 1.10  # times what the table has: then a row fails
 FEW, MANY = 4, 20  # tests of the two runs; their difference is counted
@@ -126,26 +128,6 @@ def pytest_runtestloop(session):
             assert os.waitpid(pid, 0)[1] == 0
     return True
 """
-FLOOR = """\
-import gc, os, sys
-import torch
-import torch.distributed as dist
-
-torch.set_num_threads(1)
-gc.freeze()
-for n in range({count}):
-    pids = []
-    for rank in range(2):
-        pid = os.fork()
-        if pid == 0:
-            dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"] + str(n), 2), rank=rank, world_size=2)
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            os._exit(int(total.item() != 2))
-        pids.append(pid)
-    for pid in pids:
-        assert os.waitpid(pid, 0)[1] == 0
-"""
 # How often these are called depends on who is first.
 WAITS = (
     "epoll_wait", "epoll_pwait", "futex", "poll", "ppoll", "select", "pselect6", "wait4", "waitid", "restart_syscall",
@@ -157,20 +139,16 @@ _MAKES = re.compile(r"openat\(.*O_CREAT.* = \d|mkdir(?:at)?\(.* = 0")
 _REMOVES = re.compile(r"(?:unlink(?:at)?|rmdir)\(.* = 0")
 
 
-def _run(folder: Path, step: str, count: int, *tracer: str) -> None:
+def run_tests(folder: Path, step: str, count: int, *options: str, tracer: Sequence[str] = ()) -> None:
     """Run ``count`` tests. Raises RuntimeError with the output where that fails."""
-    is_ours, mark = step.startswith("pytest-nsa"), "@reuse\n" if step.endswith("reuse") else ""
+    is_ours, reuse = step.startswith("pytest-nsa"), "reuse" in step
+    mark = "@reuse(group='fresh')\n" if step.endswith("fresh group") else "@reuse\n" if reuse else ""
     imports, ranked = ("from pytest_nsa import reuse, world_size\n", "@world_size(2)\n    ") if is_ours else ("", "")
     (folder / "test_trivial.py").write_text(TEST.format(count=count, imports=imports, mark=mark, ranked=ranked))
-    command = [
-        *tracer,
-        sys.executable,
-        "-m",
-        "pytest",
-        *["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_trivial.py"],
-    ]
+    plain = ("-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_trivial.py")
+    command = [*tracer, sys.executable, "-m", "pytest", *plain, *options]
     if step == "floor":
-        command = [sys.executable, "-c", FLOOR.format(count=count)]
+        command = [sys.executable, str(PEERS / "trivial.py"), "floor", str(count)]
     elif not is_ours:
         (folder / "conftest.py").write_text(BARE)
         command += ["-p", "no:nsa"]
@@ -190,7 +168,7 @@ def _io() -> dict[str, int]:
 def _of_processes(folder: Path, step: str, count: int) -> dict[str, float]:
     """Return the counts of a run over all of its processes, by the kernel's own counters."""
     before, io = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
-    _run(folder, step, count)
+    run_tests(folder, step, count)
     after, more = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
     system = 1e3 * (after.ru_stime - before.ru_stime)
     found = {
@@ -233,7 +211,7 @@ def _calls(folder: Path, step: str, count: int) -> tuple[dict[str, list[int]], i
     traces = folder / "traces"
     traces.mkdir()
     options = ("-ff", "-qq", "-s", "60", "-e", f"trace=!{','.join(WAITS)}", "-o", str(traces / "of"))
-    _run(folder, step, count, "strace", *options)
+    run_tests(folder, step, count, tracer=("strace", *options))
     found: dict[str, list[int]] = {kind: [] for kind in _KINDS.values()}
     made = removed = 0
     for path in traces.iterdir():
