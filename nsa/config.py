@@ -122,6 +122,8 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply") from None
 
 
 def as_yaml(config: Config) -> str:

@@ -39,7 +39,7 @@ EXIT_CODES = {
     USAGE_ERROR: "a setting or file that cannot be used, or a disk that is full: one line names it",
     NOT_FINITE: "a loss or gradient is NaN or infinite: one line names the step and a checkpoint before it",
     75: "stopped by SIGTERM, or without its launcher, with a checkpoint: start it again with --resume auto",
-    INTERRUPTED: "interrupted",
+    INTERRUPTED: "interrupted, or without a reader of its output",
 }
 RESULTS = """\
 Results:
@@ -64,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("error: the reader of the output ended; what was written so far is kept", file=sys.stderr)
+        return INTERRUPTED
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise

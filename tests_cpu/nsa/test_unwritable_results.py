@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,4 +22,15 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, warm
     code, _, errors = warm.run_program("nsa.train", ROOT, [*TWO_STEPS, "--out", str(tmp_path)], 150, {})
     assert code == 2, errors
     assert errors.startswith(f"error: {f'Is a directory: {path}' if is_folder else full} cannot be written; ")
+    assert len(errors.splitlines()) == 1
+
+
+def test_output_that_nobody_reads_ends_the_training_in_one_line(tmp_path: Path, warm: WarmPython) -> None:
+    command = ("-m", "nsa.train", *TWO_STEPS, "--out", str(tmp_path))
+    with warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as training:
+        assert training.stdout is not None
+        assert training.stderr is not None
+        training.stdout.close()
+        errors = training.stderr.read()
+    assert training.returncode == 130, errors
     assert len(errors.splitlines()) == 1
