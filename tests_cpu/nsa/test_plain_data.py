@@ -11,8 +11,9 @@ import pytest
 
 from nsa.config import ConfigError, load_config
 from nsa.data import open_source
-from nsa.data.documents import FileDocuments, ParquetDocuments, Place, ShuffledDocuments, files_of
+from nsa.data.documents import FileDocuments, Place, ShuffledDocuments, files_of
 from nsa.data.packing import PackedSource, Position
+from nsa.data.parquet import ParquetDocuments
 from nsa.data.plain import PlainDocuments
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
