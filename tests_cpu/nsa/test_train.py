@@ -259,3 +259,26 @@ def test_an_address_that_cannot_be_used_is_named_in_a_line(warm: WarmPython, add
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("nsa.config.ConfigError: ")
     assert says in last
+
+
+@pytest.mark.parametrize("name", ["traces.log", "gate_health.jsonl", "metrics.jsonl"])
+def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, run: Run, name: str) -> None:
+    """A full disk at the start and after a step (/dev/full refuses each write as one does), and a folder in a file's place."""
+    path = tmp_path / name
+    full, is_folder = f"No space left on device: the results in {tmp_path}", name == "metrics.jsonl"
+    path.mkdir() if is_folder else path.symlink_to("/dev/full")
+    code, _, errors = run("--steps", "2", "--out", str(tmp_path))
+    assert code == 2, errors
+    assert errors.startswith(f"error: {f'Is a directory: {path}' if is_folder else full} cannot be written; ")
+    assert len(errors.splitlines()) == 1
+
+
+def test_output_that_nobody_reads_ends_the_training_in_one_line(tmp_path: Path, warm: WarmPython) -> None:
+    command = ("-m", "nsa.train", "--config", TINY, "--steps", "2", "--out", str(tmp_path))
+    with warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as training:
+        assert training.stdout is not None
+        assert training.stderr is not None
+        training.stdout.close()
+        errors = training.stderr.read()
+    assert training.returncode == 130, errors
+    assert len(errors.splitlines()) == 1
