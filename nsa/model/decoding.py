@@ -202,7 +202,7 @@ def attend_gated(
 def attend(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, *, scale: float, branches: tuple[Branch, ...] = BRANCHES,
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """As `dispatch.run_branches`, for queries q [B, T, H, Dk] that follow ``start`` tokens.
+    """As `dispatch.attend`, before the gated sum, for queries q [B, T, H, Dk] that follow ``start`` tokens.
 
     ``cmp`` and ``sel`` are (key, value) of all blocks and tokens, ``win`` of the last tokens, as `KVCache` returns them.
     """
