@@ -137,8 +137,8 @@ def strided_dkv(
     if segments > 1:
         keys = len(k) * G
         launch(
-            strided_backward.sum_segments, (triton.cdiv(keys, 16),), q, *parts, dk, dv, keys, segments, DK=k.shape[-1],
-            PK=widths(k.shape[-1]).whole, DV=v.shape[-1], PV=widths(v.shape[-1]).whole, BR=16, num_warps=4,
+            strided_backward.sum_segments, (triton.cdiv(keys, 16),), q, *parts, dk, dv, keys, segments,
+            DK=widths(k.shape[-1]), DV=widths(v.shape[-1]), BR=16, num_warps=4,
         )  # fmt: skip
     return dk, dv
 
@@ -163,7 +163,7 @@ def gates_backward(
     rows, part = delta[0].numel(), widths(grad.shape[-1])
     launch(
         gate_kernels.gates_backward, (triton.cdiv(rows, 32),), grad, grad, *outputs, gates, lse, d_gates, delta, gated, rows,
-        D=part.d, D0=part.d0, D1=part.d1, BLOCK=32, num_warps=4,
+        D=part, BLOCK=32, num_warps=4,
     )  # fmt: skip
     return d_gates, Rows(gated, delta)
 
@@ -173,6 +173,6 @@ def row_sums(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Rows:
     delta, gated, part = torch.empty_like(lse), torch.empty_like(lse), widths(grad.shape[-1])
     launch(
         gate_kernels.row_sums, (triton.cdiv(delta.numel(), 32),), grad, grad, out, lse, delta, gated, delta.numel(),
-        D=part.d, D0=part.d0, D1=part.d1, BLOCK=32, num_warps=4,
+        D=part, BLOCK=32, num_warps=4,
     )  # fmt: skip
     return Rows(gated, delta)

@@ -29,16 +29,12 @@ def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: A
 
 def head_dims(d_k: int, d_v: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return what every kernel that multiplies requires."""
-    k, v = widths(d_k), widths(d_v)
-    return {
-        "DK": d_k, "D0": k.d0, "D1": k.d1, "DV": d_v, "E0": v.d0, "E1": v.d1,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }  # fmt: skip
+    return {"DK": widths(d_k), "DV": widths(d_v), "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
 
 
 def of_keys_alone(dims: dict[str, Any]) -> dict[str, Any]:
     """Return `head_dims` for kernels that read no values."""
-    return {name: value for name, value in dims.items() if name not in ("DV", "E0", "E1")}
+    return {name: value for name, value in dims.items() if name != "DV"}
 
 
 def meta(tile: Tile) -> dict[str, int]:

@@ -194,11 +194,9 @@ def merge_parts(
     heads = triton.next_power_of_2(h)
     o_cmp, o_win, gates, total = (out, out, out, out) if gated is None else gated
     launch(
-        selection_forward.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total,
-        picks, H, groups, at.first,
-        n_sel=selection.n_sel, SUB=selection.sub_blocks, h=h, DV=d_v, E0=part.d0, E1=part.d1, HP=heads,
-        NS=triton.next_power_of_2(selection.n_sel), NP=triton.next_power_of_2(selection.parts),
-        GATED=gated is not None,
+        selection_forward.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total, picks, H, groups,
+        at.first, n_sel=selection.n_sel, SUB=selection.sub_blocks, h=h, DV=widths(d_v), HP=heads,
+        NS=triton.next_power_of_2(selection.n_sel), NP=triton.next_power_of_2(selection.parts), GATED=gated is not None,
         num_warps=max(2, min(8, heads * part.whole // 512)),
     )  # fmt: skip
 
@@ -230,8 +228,7 @@ def selected_gradients(
     launch(
         selection_backward.sum_items, (at.count * G * selection.n_blocks, triton.cdiv(selection.l_sel, keys)), q, part_k, part_v,
         items.starts, *d_keys, table, sequences.longest, G, selection.n_blocks, L_SEL=selection.l_sel, SUB=selection.sub_blocks,
-        BN=selection.sub_block, DK=d_k, PK=widths(d_k).whole, DV=d_v, PV=widths(d_v).whole, BR=keys, ADD=add_keys,
-        PACKED=at.table is not None, num_warps=4,
+        BN=selection.sub_block, DK=widths(d_k), DV=widths(d_v), BR=keys, ADD=add_keys, PACKED=at.table is not None, num_warps=4,
     )  # fmt: skip
     width = h * d_k
     block = min(1024, triton.next_power_of_2(width))
