@@ -14,16 +14,13 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from figures import keep, parser_of
+from figures import ROOT, keep, parser_of, train
 
-ROOT = Path(__file__).resolve().parents[1]
 COPY = {
     "model.n_layers": 2, "model.window": 16, "model.compress_block": 8, "model.compress_stride": 4,
     "model.select_block": 8, "model.n_select": 4, "train.seq_len": 127,
@@ -62,23 +59,11 @@ def write_corpora(folder: Path) -> None:
             (folder / f"{task}_{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def train(dataset: str | Path, steps: int, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the metrics of a training, step by step."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "nsa.train", "--config", str(ROOT / "configs" / "tiny_cpu.yaml"), "--out", folder,
-            "--dataset", str(dataset), "--steps", str(steps), "--set", f"train.seed={seed}",
-        ]  # fmt: skip
-        command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
 def train_on_documents(corpora: Path, task: str, model: str, seed: int, tokens: int) -> dict[str, Any]:
     """Return the held-out losses by step, and the tokens per second."""
-    settings = {**SHAPE, **MODELS[model], "data.validation": corpora / f"{task}_held.jsonl"}
+    data = {"data.dataset": corpora / f"{task}_train.jsonl", "data.validation": corpora / f"{task}_held.jsonl"}
     steps = tokens // (SEQ_LEN * BATCH)
-    lines = train(corpora / f"{task}_train.jsonl", steps, seed, settings)
+    lines = train("tiny_cpu.yaml", steps, {**SHAPE, **MODELS[model], **data, "train.seed": seed})
     held = {line["step"]: round(line["validation_loss"], 4) for line in lines if "validation_loss" in line}
     return {
         "steps": steps,
@@ -89,7 +74,8 @@ def train_on_documents(corpora: Path, task: str, model: str, seed: int, tokens: 
 
 def train_on_copies(way: str, seed: int, steps: int) -> float:
     """Return the mean loss of the last tenth of the steps on what can be predicted: all but the first 63 of 127 tokens."""
-    losses = [line["loss"] for line in train("copy", steps, seed, COPYING[way])[-steps // 10 :]]
+    lines = train("tiny_cpu.yaml", steps, {**COPYING[way], "data.dataset": "copy", "train.seed": seed})
+    losses = [line["loss"] for line in lines[-steps // 10 :]]
     return (127 * statistics.fmean(losses) - 63 * math.log(256)) / 64
 
 
