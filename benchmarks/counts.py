@@ -63,41 +63,31 @@ import torch.distributed as dist
 """
 # A plugin of a few lines: what runs tests on forked ranks by pytest's own protocol cannot do less.
 BARE = """\
+import functools
 import gc
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from trivial import floor, fork_two, join
 
 STEP, STORE = os.environ["STEP"], os.environ["STORE"]
 failed = 0
-
-
-def join(rank, number):
-    store = dist.FileStore(STORE + str(number), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
 @pytest.fixture
 def group(n):
     if STEP == "plain":
         return None
-    join(int(os.environ["RANK"]), n)
+    join(int(os.environ["RANK"]), STORE + str(n))
     return dist.group.WORLD
-
-
-def bare(rank, number):
-    join(rank, number)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return int(total.item() != 2)
 
 
 def by_protocol(item, rank):
     os.environ["RANK"] = str(rank)
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-    return failed
+    return not failed
 
 
 def pytest_runtest_logreport(report):
@@ -114,18 +104,7 @@ def pytest_runtestloop(session):
     session.config.pluginmanager.unregister(name="terminalreporter")
     gc.freeze()
     for number, item in enumerate(session.items):
-        pids = []
-        for rank in range(2):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    code = bare(rank, number) if STEP == "collected" else by_protocol(item, rank)
-                finally:
-                    os._exit(code)
-            pids.append(pid)
-        for pid in pids:
-            assert os.waitpid(pid, 0)[1] == 0
+        floor(STORE + str(number)) if STEP == "collected" else fork_two(functools.partial(by_protocol, item))
     return True
 """
 # How often these are called depends on who is first.
@@ -151,7 +130,7 @@ def run_tests(folder: Path, step: str, count: int, *options: str, tracer: Sequen
         command = [sys.executable, str(PEERS / "trivial.py"), "floor", str(count)]
     elif not is_ours:
         (folder / "conftest.py").write_text(BARE)
-        command += ["-p", "no:nsa"]
+        command += ["-p", "no:nsa", "-o", f"pythonpath={PEERS}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "STEP": step}
     with tempfile.TemporaryDirectory() as store:
         environment["STORE"] = f"{store}/store"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,14 @@ def reduce_once() -> bool:
     return total.item() == 2
 
 
+def join(rank: int, store: str) -> None:
+    """Form the group."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+
+
 def join_and_reduce(rank: int, store: str) -> bool:
     """Run one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    join(rank, store)
     return reduce_once()
 
 
@@ -41,20 +47,25 @@ def destroy(_: int) -> None:
     dist.destroy_process_group()
 
 
-def floor(store: str) -> None:
-    """Fork two children that form a group, reduce once and exit."""
+def fork_two(run: Callable[[int], bool]) -> None:
+    """Fork two children that run, with their rank, and exit."""
     pids = []
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = int(not join_and_reduce(rank, store))
+                code = int(not run(rank))
             finally:
                 os._exit(code)
         pids.append(pid)
     for pid in pids:
         assert os.waitpid(pid, 0)[1] == 0
+
+
+def floor(store: str) -> None:
+    """Fork two children that form a group, reduce once and exit."""
+    fork_two(lambda rank: join_and_reduce(rank, store))
 
 
 def spawn(store: str) -> None:
