@@ -91,10 +91,9 @@ def strided_forward(
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
         strided.strided_forward, (triton.cdiv(sequences.longest, bm // h) * sequences.count * G,), q, q, k, v,
-        *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), out, lse, *sequence_arguments(sequences, q, k),
-        places.window, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=H // G, BM=bm, BN=t.bn, LOOPS=t.loops,
-        WINDOWED=places.is_window, TMA=by_tma, PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype),
-        **meta(t),
+        *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), out, lse, *sequence_arguments(sequences, q, k), places.window,
+        scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=H // G, BM=bm, BN=t.bn, LOOPS=t.loops,
+        WINDOWED=places.is_window, TMA=by_tma, PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1]), **meta(t),
     )  # fmt: skip
 
 
@@ -111,7 +110,7 @@ def strided_dq(
         *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), grad, *rows, dq,
         *sequence_arguments(sequences, q, k), places.window, scale * LOG2E, scale, STRIDE=places.stride, OFFSET=places.offset,
         h=h, BM=bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window, ADD=add, TMA=by_tma,
-        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
+        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1]), **meta(t),
     )  # fmt: skip
 
 
@@ -132,7 +131,7 @@ def strided_dkv(
         strided_backward.strided_dkv, (tiles_of_keys, segments), q, q, k, v, grad, *rows, *parts,
         *sequence_arguments(sequences, q, k), places.window, segment, len(k), scale * LOG2E, scale, STRIDE=places.stride,
         OFFSET=places.offset, h=h, BM=t.bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window,
-        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
+        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1]), **meta(t),
     )  # fmt: skip
     if segments > 1:
         keys = len(k) * G

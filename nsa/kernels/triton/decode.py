@@ -38,10 +38,10 @@ HEADS = tl.constexpr(16)  # merged at once: more take too many registers
 
 @triton.jit
 def _scan(
-    q, t, there, row, at_k, at_v, first, tiles, N, stride, offset, window, qk, out, PART, PART_LSE, SCORES, TOPS, tiles_at,
-    rows, A, R,
+    q, t, there, row, at_k, at_v, first, tiles, N, stride, offset, window, qk, out, PART, PART_LSE, SCORES, TOPS, tiles_at, rows, A,
+    R,
     STEP: tl.constexpr, BJ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, G_DK: tl.constexpr, G_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SCORED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles ``first`` ... of keys; key n ends at token n * stride + offset. Where SCORED, a tile is STEP blocks."""
     acc = zeros_two(BM, DV)
@@ -60,7 +60,7 @@ def _scan(
         v = load_two(at_v, n.to(tl.int64) * G_DV, inside, DV, True)
         token = n * stride + offset
         seen = inside[None, :] & (token[None, :] <= t[:, None]) & (t[:, None] - token[None, :] < window)
-        s = tl.where(seen, product(q, k, PRECISION) * qk, float("-inf"))
+        s = tl.where(seen, product(q, k) * qk, float("-inf"))
         if SCORED:
             of_tile = tl.max(s, 1)
             finite = tl.where(of_tile == float("-inf"), 0.0, of_tile)
@@ -78,7 +78,7 @@ def _scan(
         p = tl.exp2(s - finite[:, None])
         shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(p, 1)
-        acc = add_product(p.to(v[0].dtype), v, scale_two(acc, shrink[:, None]), PRECISION)
+        acc = add_product(p.to(v[0].dtype), v, scale_two(acc, shrink[:, None]))
         top = new_top
     some = tl.where(total > 0, total, 1.0)
     at = (out * rows + row).to(tl.int64)
@@ -92,7 +92,6 @@ def scan_keys(
     cmp_programs, win_programs, each, parts, k_cmp_stride, v_cmp_stride, k_win_stride, v_win_stride, window, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr,
     BJ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to ``each`` tiles of compressed keys, or of the window's. Grid (cmp_programs + win_programs, T * h / BM, B * G)."""
     pid, bg = tl.program_id(0), tl.program_id(2)
@@ -110,16 +109,15 @@ def scan_keys(
         first = pid * each
         at_k, at_v = K_CMP + b.to(tl.int64) * k_cmp_stride + g * DK.d, V_CMP + b.to(tl.int64) * v_cmp_stride + g * DV.d
         _scan(
-            q, t, there, row, at_k, at_v, first, tl.minimum(each, cmp_tiles - first), n_cmp, STRIDE, OFFSET, 1 << 30,
-            qk, out, PART, PART_LSE, SCORES, TOPS, bg * cmp_tiles * rows, rows, A, R, STEP, BJ, DK, DV,
-            GROUPS * DK.d, GROUPS * DV.d, BM, BN, True, PRECISION,
+            q, t, there, row, at_k, at_v, first, tl.minimum(each, cmp_tiles - first), n_cmp, STRIDE, OFFSET, 1 << 30, qk, out, PART,
+            PART_LSE, SCORES, TOPS, bg * cmp_tiles * rows, rows, A, R, STEP, BJ, DK, DV, GROUPS * DK.d, GROUPS * DV.d, BM, BN, True,
         )  # fmt: skip
     else:
         first = (pid - cmp_programs) * each
         at_k, at_v = K_WIN + b.to(tl.int64) * k_win_stride + g * DK.d, V_WIN + b.to(tl.int64) * v_win_stride + g * DV.d
         _scan(
             q, t, there, row, at_k, at_v, first, tl.minimum(each, win_tiles - first), n_win, 1, start + T - n_win, window, qk, out,
-            PART, PART_LSE, SCORES, TOPS, 0, rows, A, R, STEP, BJ, DK, DV, GROUPS * DK.d, GROUPS * DV.d, BM, BN, False, PRECISION,
+            PART, PART_LSE, SCORES, TOPS, 0, rows, A, R, STEP, BJ, DK, DV, GROUPS * DK.d, GROUPS * DV.d, BM, BN, False,
         )  # fmt: skip
 
 
@@ -155,7 +153,7 @@ def _pick(
 def _read(
     Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
     L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Attend with the heads of a group, for new token i, to sub-block ``part`` % SUB of block j; to nothing where j is -1."""
     b, g = bg // G, bg % G
@@ -170,13 +168,13 @@ def _read(
     at = n.to(tl.int64)
     k = load_two(K + b.to(tl.int64) * k_stride + g * DK.d, at * (GROUPS * DK.d), seen, DK, True)
     v = load_two(V + b.to(tl.int64) * v_stride + g * DV.d, at * (GROUPS * DV.d), seen, DV, True)
-    s = tl.where(seen[None, :], product(q, k, PRECISION) * qk, float("-inf"))
+    s = tl.where(seen[None, :], product(q, k) * qk, float("-inf"))
     top = tl.max(s, 1)
     finite = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(s - finite[:, None])
     total = tl.sum(p, 1)
     some = tl.where(total > 0, total, 1.0)
-    o = divide_two(add_product(p.to(v[0].dtype), v, zeros_two(BM, DV), PRECISION), some[:, None])
+    o = divide_two(add_product(p.to(v[0].dtype), v, zeros_two(BM, DV)), some[:, None])
     place = (bg * parts + first_part + part).to(tl.int64) * (T * h) + i * h + head
     store_two(PART, place * DV.d, there, o, DV)
     tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)
@@ -270,14 +268,14 @@ def pick_blocks(
 def read_blocks(
     Q, K, V, PICKS, PART, PART_LSE, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Attend with the heads of a group, for a new token, to a sub-block that it picked. Grid (n * SUB, T, B * G)."""
     part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j = tl.load(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel + part // SUB)
     _read(
         Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, DV,
-        GROUPS, BM, BN, PRECISION,
+        GROUPS, BM, BN,
     )  # fmt: skip
 
 
@@ -303,7 +301,7 @@ def pick_and_read(
     first_part, parts, k_stride, v_stride, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr,
     BJ: tl.constexpr, PAD: tl.constexpr, PP: tl.constexpr, HB: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, NP: tl.constexpr,
-    NS: tl.constexpr, BP: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    NS: tl.constexpr, BP: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Do what `pick_blocks`, `read_blocks` and `sum_parts` do, a program per sub-block. Grid (n * SUB, T, B * G).
 
@@ -331,7 +329,7 @@ def pick_and_read(
     j = tl.max(tl.where(mine, tl.arange(0, PAD), -1), 0)
     _read(
         Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, DV,
-        GROUPS, BM, BN, PRECISION,
+        GROUPS, BM, BN,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have stored before one counts the program
     if tl.atomic_add(ARRIVED + bg * T + i, 1, sem="acq_rel", scope="gpu") == n_sel * SUB - 1:

@@ -66,7 +66,7 @@ def attend(
     picks = q.new_empty(B * T, G, selection.n_sel, dtype=torch.int32)
     arrived = q.new_empty(B * G, T, dtype=torch.int32)
     out = q.new_empty(B, T, H, d_v)
-    dims, bm = head_dims(d_k, d_v, q.dtype), max(16, min(64, triton.next_power_of_2(rows)))
+    dims, bm = head_dims(d_k, d_v), max(16, min(64, triton.next_power_of_2(rows)))
     first_part = cmp_programs + win_programs
     launch(
         decode.scan_keys, (first_part, triton.cdiv(rows, bm), B * G), q, q, *cmp, *win, part, part_lse, scores, tops, arrived, T, H,

@@ -36,21 +36,21 @@ SHIFT = tl.constexpr(8.0)
 def _block_scores(
     q, lse, heads_of, found, n0, j, at_k, KD0, KD1, row, column, t, N, k_stride, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     n = n0 + tl.arange(0, BN)
     if TMA:
         k = load_described(KD0, KD1, row + n0, column, DK)
     else:
         k = load_two(at_k, n * k_stride, (n >= 0) & (n < N), DK, MASKED)
-    p = tl.exp2(product(k, q, PRECISION) * qk - lse[None, :])
+    p = tl.exp2(product(k, q) * qk - lse[None, :])
     if MASKED:
         seen = (n * STRIDE + OFFSET)[:, None] <= t[None, :]
         p = tl.where(seen & ((n >= 0) & (n < N))[:, None], p, 0.0)
-    summed = tl.dot(p.to(heads_of.dtype), heads_of, input_precision=PRECISION)  # over the heads: [BN, queries]
+    summed = tl.dot(p.to(heads_of.dtype), heads_of, input_precision="ieee")  # over the heads: [BN, queries]
     shared = tl.minimum(n[None, :] + A, (j[:, None] + 1) * R) - tl.maximum(n[None, :], j[:, None] * R)
     weight = tl.maximum(shared, 0).to(heads_of.dtype)
-    return tl.dot(weight, summed.to(heads_of.dtype), found, input_precision=PRECISION)
+    return tl.dot(weight, summed.to(heads_of.dtype), found, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -58,7 +58,7 @@ def block_importance(
     Q, K, KD0, KD1, LSE, OUT, SEQUENCES, S, N, H, G, BG, LO, HI, FIRST, n_blocks, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, DK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, STEP: tl.constexpr,
-    INNER: tl.constexpr, CLEAR: tl.constexpr, NQ: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    INNER: tl.constexpr, CLEAR: tl.constexpr, NQ: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Write the importance of blocks up to their own for BM // h queries of a group, the last first, STEP at once.
 
@@ -76,7 +76,7 @@ def block_importance(
         return
     t, there, rows = rows_of_tile(s0, first, hi, H, g, h, BM)
     q = load_two(Q, rows * DK.d, there, DK, True)
-    half: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
+    half: tl.constexpr = tl.float32 if Q.dtype.element_ty == tl.float32 else tl.float16
     lse = load_lse(LSE, rows, there) - SHIFT
     heads_of = ((t - first)[:, None] == tl.arange(0, NQ)[None, :]) & there[:, None]
     heads_of = heads_of.to(half)
@@ -101,7 +101,7 @@ def block_importance(
                 for inner in range(INNER):
                     found = _block_scores(
                         q, lse, heads_of, found, j0 * R - (A - 1) + inner * BN, j0 + jj, at_k, KD0, KD1, key0, g * DK.d, t,
-                        N, G * DK.d, qk, STRIDE, OFFSET, A, R, DK, BN, part != 1, TMA and part == 1, PRECISION,
+                        N, G * DK.d, qk, STRIDE, OFFSET, A, R, DK, BN, part != 1, TMA and part == 1,
                     )  # fmt: skip
                 mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
                 tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)

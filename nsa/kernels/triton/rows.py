@@ -95,20 +95,20 @@ def store_two(base, at, there, x, D: tl.constexpr, EVICT: tl.constexpr = NO_HINT
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """Return a b^T over the parts of the head dim: [rows of a, rows of b] float32."""
-    s = tl.dot(a[0], b[0].T, input_precision=PRECISION)
+def product(a, b):
+    """Return a b^T over the parts of the head dim: [rows of a, rows of b] float32; exact of float32, no other of half types."""
+    s = tl.dot(a[0], b[0].T, input_precision="ieee")
     if len(a) > 1:
-        s = tl.dot(a[1], b[1].T, s, input_precision=PRECISION)
+        s = tl.dot(a[1], b[1].T, s, input_precision="ieee")
     return s
 
 
 @triton.jit
-def add_product(p, b, acc, PRECISION: tl.constexpr):
+def add_product(p, b, acc):
     """Return an accumulator plus p b, in parts."""
-    acc0 = tl.dot(p, b[0], acc[0], input_precision=PRECISION)
+    acc0 = tl.dot(p, b[0], acc[0], input_precision="ieee")
     if len(b) > 1:
-        return acc0, tl.dot(p, b[1], acc[1], input_precision=PRECISION)
+        return acc0, tl.dot(p, b[1], acc[1], input_precision="ieee")
     else:
         return (acc0,)
 

@@ -45,7 +45,6 @@ def selected_backward(
     Q, K, V, GRAD, LSE, DELTA, LISTS, ITEMS, PART_DQ, PART_K, PART_V, SEQUENCES, S, H, G, FIRST, qk, scale,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of dq, dk and dv of an item and a sub-block. Grid (items, SUB)."""
     item = ITEMS + tl.program_id(0).to(tl.int64) * 4
@@ -74,26 +73,26 @@ def selected_backward(
             do = load_two(GRAD + base * DV.d, row * DV.d, there, DV, True)
             lse = tl.load(LSE + base + row, mask=there, other=float("inf"))
             delta = tl.load(DELTA + base + row, mask=there, other=0.0)
-            p = tl.exp2(product(k, q, PRECISION) * qk - lse[None, :])
+            p = tl.exp2(product(k, q) * qk - lse[None, :])
             # A list ascends: a block's own queries, which do not see all of it, come first.
             if tl.load(LISTS + begin + r0 // h) // n_sel < (j + 1) * L_SEL:
                 p = tl.where(inside[:, None] & (n[:, None] <= t[None, :]), p, 0.0)
             elif SUB * BN > L_SEL:
                 p = tl.where(inside[:, None], p, 0.0)
-            dk, dv, ds = rows_give(p, v, dk, dv, q, do, delta, PRECISION)
+            dk, dv, ds = rows_give(p, v, dk, dv, q, do, delta)
             part = part_of(entry, s0 - FIRST, G, g, sub, n_sel, SUB, WIDE)
             at = (part * h + r % h) * DK.d
             if TRANSPOSED:
-                x0 = tl.dot(k[0].T, ds, input_precision=PRECISION)
+                x0 = tl.dot(k[0].T, ds, input_precision="ieee")
                 _store_transposed(PART_DQ, at, there, x0 * scale, 0, DK.d0, DK)
                 if DK.d1 > 0:
-                    x1 = tl.dot(k[1].T, ds, input_precision=PRECISION)
+                    x1 = tl.dot(k[1].T, ds, input_precision="ieee")
                     _store_transposed(PART_DQ, at, there, x1 * scale, DK.d0, DK.d1, DK)
             else:
-                x0 = tl.dot(ds.T, k[0], input_precision=PRECISION)
+                x0 = tl.dot(ds.T, k[0], input_precision="ieee")
                 store_part(PART_DQ, at, there, x0 * scale, 0, DK.d0, DK, "evict_first")
                 if DK.d1 > 0:
-                    x1 = tl.dot(ds.T, k[1], input_precision=PRECISION)
+                    x1 = tl.dot(ds.T, k[1], input_precision="ieee")
                     store_part(PART_DQ, at, there, x1 * scale, DK.d0, DK.d1, DK, "evict_first")
             entry = tl.load(LISTS + begin + (r + BM) // h, mask=r + BM < rows, other=0)
         out = (tl.program_id(0).to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)

@@ -34,13 +34,10 @@ from nsa.kernels.triton.rows import (
 
 
 @triton.jit
-def _scores(
-    at_q, entry, r, rows, k, H,
-    n_sel: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _scores(at_q, entry, r, rows, k, H, n_sel: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, WIDE: tl.constexpr):
     """Return the scores of rows r of an item, with their list's entries; of rows behind the last, zeros."""
     row = (entry // n_sel).to(tl.int64 if WIDE else tl.int32) * H + r % h
-    return product(load_two(at_q, row * DK.d, r < rows, DK, True, "evict_last"), k, PRECISION)
+    return product(load_two(at_q, row * DK.d, r < rows, DK, True, "evict_last"), k)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -48,7 +45,6 @@ def selected_forward(
     Q, K, V, LISTS, ITEMS, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with an item's queries to a sub-block. Grid (items, SUB).
 
@@ -73,14 +69,14 @@ def selected_forward(
             ahead = tl.arange(0, BM)
             following = tl.load(LISTS + begin + (BM + ahead) // h, mask=BM + ahead < rows, other=0)
             entry = tl.load(LISTS + begin + ahead // h, mask=ahead < rows, other=0)
-            s = _scores(at_q, entry, ahead, rows, k, H, n_sel, h, DK, WIDE, PRECISION)
+            s = _scores(at_q, entry, ahead, rows, k, H, n_sel, h, DK, WIDE)
         for r0 in tl.range(0, rows, BM, num_stages=STAGES):
             r = r0 + tl.arange(0, BM)
             there = r < rows
             entry = tl.load(LISTS + begin + r // h, mask=there, other=0)
             t = entry // n_sel
             if not AHEAD:
-                s = _scores(at_q, entry, r, rows, k, H, n_sel, h, DK, WIDE, PRECISION)
+                s = _scores(at_q, entry, r, rows, k, H, n_sel, h, DK, WIDE)
             # A list ascends: a block's own queries, which do not see all of it, come first.
             if tl.load(LISTS + begin + r0 // h) // n_sel < (j + 1) * L_SEL:
                 s = tl.where(inside[None, :] & (n[None, :] <= t[:, None]), s, float("-inf"))
@@ -93,14 +89,14 @@ def selected_forward(
                 finite = tl.where(there, top, 0.0)
             p = tl.exp2(s * qk - finite[:, None])
             total = tl.sum(p, 1)
-            o = add_product(p.to(v[0].dtype), v, zeros_two(BM, DV), PRECISION)
+            o = add_product(p.to(v[0].dtype), v, zeros_two(BM, DV))
             some = tl.where(total > 0, total, 1.0)
             part = part_of(entry, s0 - FIRST, G, g, sub, n_sel, SUB, WIDE)
             place = part * h + r % h
             store_two(PART, place * DV.d, there, scale_two(o, (1.0 / some)[:, None]), DV, "evict_first")
             tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)
             if AHEAD:
-                s = _scores(at_q, following, r + BM, rows, k, H, n_sel, h, DK, WIDE, PRECISION)
+                s = _scores(at_q, following, r + BM, rows, k, H, n_sel, h, DK, WIDE)
                 following = tl.load(LISTS + begin + (r + 2 * BM) // h, mask=r + 2 * BM < rows, other=0)
 
 

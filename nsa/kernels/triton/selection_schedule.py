@@ -174,12 +174,10 @@ def selected_forward(
     lse = q.new_empty(at.tokens * H * selection.parts, dtype=torch.float32)
     t = tile("selected", q, v.shape[-1], sequences.longest)
     launch(
-        selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
-        parts, lse,
+        selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items, parts, lse,
         q if at.table is None else at.table, sequences.longest, H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G,
-        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, AHEAD=_has_wgmma(q),
-        WIDE=_is_wide(q, v, sequences, at, selection),
-        PACKED=at.table is not None, **head_dims(q.shape[-1], v.shape[-1], q.dtype), num_warps=t.warps,
+        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, AHEAD=_has_wgmma(q), WIDE=_is_wide(q, v, sequences, at, selection),
+        PACKED=at.table is not None, **head_dims(q.shape[-1], v.shape[-1]), num_warps=t.warps,
     )  # fmt: skip
     return parts, lse
 
@@ -218,11 +216,10 @@ def selected_gradients(
     part_k = q.new_empty(keys_of_items, d_k, dtype=torch.float32)
     part_v = q.new_empty(keys_of_items, d_v, dtype=torch.float32)
     launch(
-        selection_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows,
-        entries, items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
-        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages,
-        TRANSPOSED=_has_wgmma(q), WIDE=_is_wide(q, v, sequences, at, selection),
-        PACKED=at.table is not None, **head_dims(d_k, d_v, q.dtype), num_warps=t.warps,
+        selection_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows, entries,
+        items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
+        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages, TRANSPOSED=_has_wgmma(q),
+        WIDE=_is_wide(q, v, sequences, at, selection), PACKED=at.table is not None, **head_dims(d_k, d_v), num_warps=t.warps,
     )  # fmt: skip
     keys = min(16, selection.sub_block)
     launch(

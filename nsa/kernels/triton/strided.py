@@ -84,10 +84,10 @@ def parts_of_keys(
 def _forward_tile(
     q, acc, total, top, n0, keys, t, N, WINDOW, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     k, v = load_keys(keys, n0, N, DK, DV, BN, MASKED, TMA)
-    s = product(q, k, PRECISION)
+    s = product(q, k)
     if MASKED:
         n = n0 + tl.arange(0, BN)
         s = tl.where(hide(n[None, :], t[:, None], N, WINDOW, STRIDE, OFFSET, WINDOWED), s, float("-inf"))
@@ -100,7 +100,7 @@ def _forward_tile(
     p = tl.exp2(s * qk - finite[:, None])
     shrink = tl.exp2(top - finite)
     total = total * shrink + tl.sum(p, 1)
-    acc = add_product(p.to(v[0].dtype), v, scale_two(acc, shrink[:, None]), PRECISION)
+    acc = add_product(p.to(v[0].dtype), v, scale_two(acc, shrink[:, None]))
     return acc, total, new_top
 
 
@@ -108,7 +108,7 @@ def _forward_tile(
 def strided_forward(
     Q, K, V, KD0, KD1, VD0, VD1, O, LSE, SEQUENCES, S, N, H, G, BG, WINDOW, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, LOOPS: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, LOOPS: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Attend with BM // h queries of a group, the last ones first, as they see most. Grid (tiles * BG,).
 
@@ -136,6 +136,6 @@ def strided_forward(
             n_lo, n_hi = bounds_of(part, start, inside, whole, end)
             for n0 in tl.range(n_lo, n_hi, BN):
                 acc, total, top = _forward_tile(
-                    q, acc, total, top, n0, keys, t, N, WINDOW, qk, STRIDE, OFFSET, DK, DV, BN, part != 1, WINDOWED, TMA, PRECISION,
+                    q, acc, total, top, n0, keys, t, N, WINDOW, qk, STRIDE, OFFSET, DK, DV, BN, part != 1, WINDOWED, TMA,
                 )  # fmt: skip
     store_attention(O, LSE, rows, there, acc, total, top, DV)

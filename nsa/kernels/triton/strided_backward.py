@@ -35,15 +35,15 @@ from nsa.kernels.triton.strided import hide, keys_at, load_keys, parts_of_keys
 def _dq_tile(
     q, do, lse, delta, dq, n0, keys, t, N, WINDOW, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     k, v = load_keys(keys, n0, N, DK, DV, BN, MASKED, TMA)
-    p = tl.exp2(product(q, k, PRECISION) * qk - lse[:, None])
+    p = tl.exp2(product(q, k) * qk - lse[:, None])
     if MASKED:
         n = n0 + tl.arange(0, BN)
         p = tl.where(hide(n[None, :], t[:, None], N, WINDOW, STRIDE, OFFSET, WINDOWED), p, 0.0)
-    ds = p * (product(do, v, PRECISION) - delta[:, None])
-    return add_product(ds.to(k[0].dtype), k, dq, PRECISION)
+    ds = p * (product(do, v) - delta[:, None])
+    return add_product(ds.to(k[0].dtype), k, dq)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -51,7 +51,6 @@ def strided_dq(
     Q, K, V, KD0, KD1, VD0, VD1, GRAD, LSE, DELTA, DQ, SEQUENCES, S, N, H, G, BG, WINDOW, qk, scale,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, LOOPS: tl.constexpr, WINDOWED: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dq of BM // h queries of a group, as `strided_forward`; if ADD, add it to what DQ holds. Grid (tiles * BG,)."""
     BQ: tl.constexpr = BM // h
@@ -78,7 +77,6 @@ def strided_dq(
             for n0 in tl.range(n_lo, n_hi, BN):
                 dq = _dq_tile(
                     q, do, lse, delta, dq, n0, keys, t, N, WINDOW, qk, STRIDE, OFFSET, DK, DV, BN, part != 1, WINDOWED, TMA,
-                    PRECISION,
                 )  # fmt: skip
     dq = scale_two(dq, scale)
     if ADD:
@@ -87,20 +85,20 @@ def strided_dq(
 
 
 @triton.jit
-def rows_give(p, v, dk, dv, q, do, delta, PRECISION: tl.constexpr):
+def rows_give(p, v, dk, dv, q, do, delta):
     """Add to dk and dv what rows of gated probabilities p^T [keys, rows] give; return ds^T, too. All stays in registers, nothing
     is transposed.
     """
-    dv = add_product(p.to(do[0].dtype), do, dv, PRECISION)
-    ds = (p * (product(v, do, PRECISION) - delta[None, :])).to(q[0].dtype)
-    return add_product(ds, q, dk, PRECISION), dv, ds
+    dv = add_product(p.to(do[0].dtype), do, dv)
+    ds = (p * (product(v, do) - delta[None, :])).to(q[0].dtype)
+    return add_product(ds, q, dk), dv, ds
 
 
 @triton.jit
 def _segment_tile(
     k, v, dk, dv, r0, end, Q, GRAD, LSE, DELTA, token0, n, N, H, WINDOW, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Add rows r0 ... r0 + BM - 1 of a sequence and group, counted over queries and heads, to the dk and dv of keys n."""
     r = r0 + tl.arange(0, BM)
@@ -118,10 +116,10 @@ def _segment_tile(
     else:
         lse = tl.load(LSE + base + row)
         delta = tl.load(DELTA + base + row)
-    p = tl.exp2(product(k, q, PRECISION) * qk - lse[None, :])
+    p = tl.exp2(product(k, q) * qk - lse[None, :])
     if MASKED:
         p = tl.where(hide(n[:, None], t[None, :], N, WINDOW, STRIDE, OFFSET, WINDOWED), p, 0.0)
-    dk, dv, _ = rows_give(p, v, dk, dv, q, do, delta, PRECISION)
+    dk, dv, _ = rows_give(p, v, dk, dv, q, do, delta)
     return dk, dv
 
 
@@ -130,7 +128,7 @@ def _segment_tile(
 def strided_dkv(
     Q, K, V, GRAD, LSE, DELTA, OUT_K, OUT_V, SEQUENCES, S, N, H, G, BG, WINDOW, SEGMENT, keys, qk, scale,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, LOOPS: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, LOOPS: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Write what the queries of a segment give to BN keys of a group. Grid (tiles of keys * BG, segments).
 
@@ -174,7 +172,7 @@ def strided_dkv(
             for r0 in tl.range(r_lo, r_hi, BM):
                 dk, dv = _segment_tile(
                     k, v, dk, dv, r0, end, at_q, at_grad, at_lse, at_delta, s0,
-                    n, N, H, WINDOW, qk, STRIDE, OFFSET, h, DK, DV, BM, part != 1, WINDOWED, PRECISION,
+                    n, N, H, WINDOW, qk, STRIDE, OFFSET, h, DK, DV, BM, part != 1, WINDOWED,
                 )  # fmt: skip
     at += segment.to(tl.int64) * keys * G
     store_two(OUT_K, at * DK.d, inside, scale_two(dk, scale), DK)
