@@ -4,10 +4,11 @@
     python benchmarks/hangs.py answer nsa > nsa.jsonl        # pytest-nsa's answers
     python benchmarks/hangs.py answer plain > plain.jsonl    # of plain processes: by their dumps, and by their stacks
     python benchmarks/hangs.py score nsa.jsonl plain.jsonl --json benchmarks/results/hangs.json
-    torchrun --nproc-per-node 3 benchmarks/hangs.py run test_a_loop_awaits_a_collective_of_its_executor [--healthy]
+    python benchmarks/peers/bare_fault.py skip test_a_loop_awaits_a_collective_of_its_executor [healthy]
 
 A program is a function in tests_cpu/faults/programs, for torch.distributed on a CPU, of this project's licence. Its fault is on the
-rank `culprit`: without it (`--healthy`) the program is its healthy twin. Another tool answers with JSON lines that have its name:
+rank `culprit`: without it the program is its healthy twin. The last command runs one without pytest, for another tool. A tool
+answers with JSON lines that have its name:
 {"tool": "mine", "program": "test_...", "ranks": [1], "line": 31, "certain": false}; [] and 0 for nothing. A line is one of the
 program's file.
 """
@@ -18,7 +19,6 @@ import argparse
 import contextlib
 import inspect
 import json
-import os
 import re
 import shutil
 import sys
@@ -35,10 +35,9 @@ from figures import keep, parser_of
 ROOT = foreign.ROOT
 
 from pytest_nsa.diagnosis.foreign import judge  # noqa: E402
-from pytest_nsa.fixtures import DDP, FSDP, Group  # noqa: E402
 from pytest_nsa.foreign.find import read_job  # noqa: E402
 from pytest_nsa.testing import run_folder  # noqa: E402
-from tests_cpu.faults.planting import NO_RANK, marked_lines  # noqa: E402
+from tests_cpu.faults.planting import marked_lines  # noqa: E402
 from tests_cpu.faults.rows import PLANTED  # noqa: E402
 from tests_cpu.faults.test_corpus import (  # noqa: E402
     AS_FAULTS,
@@ -95,21 +94,21 @@ def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:
 
 
 def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
-    """Yield two answers on each program that takes a group alone: of its flight recorder's dumps, and of its stacks."""
+    """Yield two answers on each program that runs without pytest: of its flight recorder's dumps, and of its stacks."""
     programs = [
-        (file, name, program.n) for file, name, program in list_programs()
-        if set(inspect.signature(getattr(load_file(file), name)).parameters) <= {"group", "culprit"}
+        (file, name) for file, name, _ in list_programs()
+        if set(inspect.signature(getattr(load_file(file), name)).parameters) <= {"group", "ddp", "fsdp", "culprit", "tmp_path"}
     ]  # fmt: skip
     with ThreadPoolExecutor(WORKERS) as pool:
         for answers in pool.map(lambda of: _answer_plain(*of), programs):
             yield from answers
 
 
-def _answer_plain(file: str, name: str, n: int) -> list[dict[str, Any]]:
+def _answer_plain(file: str, name: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        foreign.run_program(file, name, n, folder)
-        verdict, _ = judge(read_job(sorted(folder.glob("dump_*"))), name)
+        foreign.run_program(file, name, folder)
+        verdict, _ = judge(read_job(sorted(folder.glob("trace_*"))), name)
         ranks, line = read_stacks({int(p.stem[6:]): p.read_text() for p in folder.glob("stack_*.txt")}, file)
     of = {"program": name, "certain": False}
     return [
@@ -152,25 +151,6 @@ def score(answers: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return {tool: dict(row) for tool, row in rows.items()}
 
 
-def run_program(name: str, *, healthy: bool) -> None:
-    """Run one rank of a program on a plain group, under torchrun."""
-    import torch.distributed as dist
-
-    file, program = next((file, program) for file, test, program in list_programs() if test == name)
-    function = inspect.unwrap(getattr(load_file(file), name))
-    dist.init_process_group("gloo")
-    of = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": "cpu", "backend": "gloo"}
-    values = {
-        "group": Group(**of), "ddp": DDP(**of, static_graph=False), "fsdp": FSDP(**of, version=2),
-        "culprit": NO_RANK if healthy else program.rank, "tmp_path": Path(os.environ.get("TMPDIR", "/tmp")),
-    }  # fmt: skip
-    wanted = inspect.signature(function).parameters
-    if missing := set(wanted) - set(values):
-        sys.exit(f"{name}: takes fixtures of its own ({', '.join(sorted(missing))}); run it by pytest")
-    function(**{parameter: values[parameter] for parameter in wanted})
-    dist.destroy_process_group()
-
-
 def main() -> None:
     """Do what the command names."""
     parser = parser_of(__doc__)
@@ -180,13 +160,8 @@ def main() -> None:
     scored = commands.add_parser("score")
     scored.add_argument("answers", nargs="+", type=Path)
     scored.add_argument("--json", type=Path)
-    started = commands.add_parser("run")
-    started.add_argument("program")
-    started.add_argument("--healthy", action="store_true")
     given = parser.parse_args()
-    if given.command == "run":
-        run_program(given.program, healthy=given.healthy)
-    elif given.command == "score":
+    if given.command == "score":
         lines = [line for path in given.answers for line in path.read_text(encoding="utf-8").splitlines()]
         keep({"programs": len(list_programs()), "scores": score(map(json.loads, lines))}, given.json)
     else:

@@ -136,7 +136,7 @@ ON_RANKS = (
     ),
     Suite(
         package="mosaicml-streaming==v0.13.0", address="https://github.com/mosaicml/streaming",
-        plugin="pytest_nsa.adapters.streaming",
+        plugin="pytest_nsa.adapters.streaming", options=("-o", "addopts="),
         needs=("torchvision==0.29.1", "xxhash", "Brotli", "zstd", "python-snappy", "boto3", "tqdm", "moto", "google-cloud-storage"),
         tests=("tests/test_distributed.py", "tests/test_stream.py"),
     ),

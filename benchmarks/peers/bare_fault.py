@@ -1,8 +1,9 @@
 """A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST [MODE]
 
-With ``monitored`` the ranks meet in a monitored_barrier when the function has ended. After `LOOK_S` seconds: with ``recorder``
-each rank dumps torch's flight recorder into the folder FR_FOLDER; with ``leave`` its stacks and its exception too, and ends then;
-with ``debug`` the pages of torch's debug server are fetched; with ``py-spy`` every rank's stacks are dumped.
+With ``healthy`` no rank has the fault. With ``monitored`` the ranks meet in a monitored_barrier when the function has ended. After
+`LOOK_S` seconds: with ``recorder`` each rank dumps torch's flight recorder into the folder FR_FOLDER; with ``leave`` its stacks and
+its exception too, and ends then; with ``debug`` the pages of torch's debug server are fetched; with ``py-spy`` every rank's stacks
+are dumped.
 """
 
 import faulthandler
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_nsa.fixtures import DDP, FSDP, Group
-from tests_cpu.faults.planting import programs_of
+from tests_cpu.faults.planting import NO_RANK, programs_of
 
 LOOK_S = 6.0  # before torch's own limit of 8 s
 
@@ -115,10 +116,10 @@ if __name__ == "__main__":
     module, name = importlib.import_module(f"tests_cpu.faults.programs.{sys.argv[1]}"), sys.argv[2]
     planted = programs_of(module)[name]
     function = getattr(module, name)
+    mode = sys.argv[3] if len(sys.argv) > 3 else ""
     if planted.rank is not None:
-        function = functools.partial(function, culprit=planted.rank)
+        function = functools.partial(function, culprit=NO_RANK if mode == "healthy" else planted.rank)
     with tempfile.TemporaryDirectory() as folder:
-        mode = sys.argv[3] if len(sys.argv) > 3 else ""
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
             port, meets_at = one.getsockname()[1], other.getsockname()[1]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(meets_at))
