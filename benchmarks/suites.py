@@ -52,7 +52,7 @@ class Suite:
     address: str = ""  # of its repository, which has the tests; the version is its tag
     folder: str = ""  # in the package, which its tests need and no wheel has; of a repository, where pytest runs
     options: tuple[str, ...] = ()
-    plugin: str = ""  # an adapter, or a module of benchmarks/clients: it runs the tests on ranks
+    plugin: str = ""  # adapters, or a module of benchmarks/clients: they run the tests on ranks
     usual: tuple[str, ...] = ()  # options of its usual way
     variables: dict[str, str] = field(default_factory=dict)
     prepare: str = "pass"  # a program that runs once
@@ -108,6 +108,37 @@ ON_RANKS = (
             "distributed/utils/test_native", "distributed/test_auto", "engine/test_deterministic", "metrics/test_accuracy",
             "metrics/test_loss", "metrics/test_metric", "metrics/test_epoch_metric",
         )),
+    ),
+    Suite(
+        package="torcheval==0.0.6", address="https://github.com/pytorch/torcheval",
+        plugin="pytest_nsa.adapters.elastic pytest_nsa.adapters.spawn",
+        needs=("torchtnt==0.2.4", "scikit-learn", "typing_extensions"),
+        tests=("tests/metrics/test_toolkit.py", "tests/metrics/aggregation", "tests/metrics/text"),
+    ),
+    Suite(
+        package="ai2-olmo-core==v2.5.0", address="https://github.com/allenai/OLMo-core", plugin="pytest_nsa.adapters.spawn",
+        needs=("ai2-olmo-core==2.5.0", "boto3", "google-cloud-storage"), folder="src",
+        options=("-k", "not s3 and not gcs and not remote and not cloud", "-p", "no:cacheprovider"),
+        tests=tuple(f"test/{name}" for name in (
+            "distributed/checkpoint_test.py", "distributed/checkpoint/filesystem_test.py", "distributed/utils_test.py",
+            "distributed/parallel", "distributed/nn_test.py", "train/checkpoint_test.py", "train/utils_test.py",
+        )),
+    ),
+    Suite(
+        package="monai==1.5.0", address="https://github.com/Project-MONAI/MONAI", plugin="pytest_nsa.adapters.monai",
+        needs=("parameterized", "nibabel", "pytorch-ignite", "scipy"),
+        tests=tuple(f"tests/{name}_dist.py" for name in (
+            "metrics/test_cumulative_average", "handlers/test_handler_classification_saver",
+            "handlers/test_handler_regression_metrics", "handlers/test_handler_metrics_saver",
+            "handlers/test_handler_confusion_matrix", "handlers/test_handler_rocauc", "engines/test_prepare_batch_default",
+            "data/test_weighted_random_sampler", "data/test_sampler", "utils/test_evenly_divisible_all_gather",
+        )),
+    ),
+    Suite(
+        package="mosaicml-streaming==v0.13.0", address="https://github.com/mosaicml/streaming",
+        plugin="pytest_nsa.adapters.streaming",
+        needs=("torchvision==0.29.1", "xxhash", "Brotli", "zstd", "python-snappy", "boto3", "tqdm", "moto", "google-cloud-storage"),
+        tests=("tests/test_distributed.py", "tests/test_stream.py"),
     ),
     Suite(
         package="torchsnapshot==0.1.0", address="https://github.com/pytorch/torchsnapshot", plugin="pytest_nsa.adapters.elastic",
@@ -301,7 +332,8 @@ def compare_installed(suites: Suites, suite: Suite) -> dict[str, Any]:
 
 def compare_on_ranks(suites: Suites, suite: Suite) -> dict[str, Any]:
     """Return the row of a suite on ranks and in its usual way, of the tests that the first runs on ranks."""
-    plugins = ("-p", suite.plugin, "-p", "only_on_ranks", "-p", "no:xdist", "--timeout=120", "-W", "ignore")
+    adapters = [word for name in suite.plugin.split() for word in ("-p", name)]
+    plugins = (*adapters, "-p", "only_on_ranks", "-p", "no:xdist", "--timeout=120", "-W", "ignore")
     ranked = suites.run(suite, *plugins, has_plugin=True, way="ranks")
     listed = (suites.work / "on_ranks.txt").read_text(encoding="utf-8").splitlines()
     names = list(dict.fromkeys(map(_without_size, listed)))

@@ -117,7 +117,8 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     """Run a top-level function on ranks: `outcome = launch(body, world_size=2, timeout=20)`; read `outcome.verdict`.
 
     The function may take any of rank, world_size, device, group, ddp, fsdp, trace, artifacts, and what ``arguments`` names
-    (values that JSON can hold). With ``backend=None`` it makes its group. The test itself stays on the host.
+    (values that JSON can hold). With ``backend=None`` it makes its group; with ``reruns`` a failure
+    runs once more, to find where its ranks part. The test itself stays on the host.
     """
     from pytest_nsa.session.launch import launching
 

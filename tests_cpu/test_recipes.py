@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ def test_a_recipe_follows_its_service_s_schema(tmp_path: Path, number: int, kind
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{kind}", str(path)]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_conda_recipe_is_of_this_version_and_has_its_requirements() -> None:
+    recipe = yaml.safe_load((ROOT / ".ci" / "recipe.yaml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert recipe["context"]["version"] == project["version"]
+    needed = {f"python {project['requires-python']}", *(word.replace(">=", " >=") for word in project["dependencies"])}
+    assert set(recipe["requirements"]["run"]) == needed
 
 
 def test_both_pods_of_the_kubernetes_job_find_each_other() -> None:

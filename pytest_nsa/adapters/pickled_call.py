@@ -18,13 +18,14 @@ import torch.multiprocessing
 
 from pytest_nsa import marked
 from pytest_nsa.evidence.load import load
+from pytest_nsa.observe.conclude import with_label_sources
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
 from pytest_nsa.session.launch import Launch
 from pytest_nsa.wire.files import write_atomically
 
 _running: list[Launch] = []  # of the test that runs
-_FILE = "call.pickle"
+_RUNS = 2  # a call that fails runs once more
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,28 @@ class _Copies(pickle.Pickler):
         return NotImplemented
 
 
-def _pickle(content: Any, *, copies: bool) -> bytes:
-    """Return a pickle. Without ``copies`` the ranks share the memory of tensors with the test, by the names of files."""
-    data = io.BytesIO()
+def _pickle(content: Any, *, copies: bool, readers: int) -> tuple[list[bytes], object]:
+    """Return a pickle for each reader, or one for all, and what keeps the memory that they name.
+
+    Without ``copies`` readers share the memory of tensors, by files that count the pickles.
+    """
     if copies:
+        data = io.BytesIO()
         _Copies(data).dump(content)
-        return data.getvalue()
+        return [data.getvalue()], None
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
+    made: list[bytes] = []
+    picklers = []  # the memo of each has the tensors, also those that an object made for its pickle
     try:
-        ForkingPickler(data).dump(content)
+        while not made or (len(made) < readers and b"rebuild_storage_filename" in made[0]):
+            data = io.BytesIO()
+            picklers.append(ForkingPickler(data))
+            picklers[-1].dump(content)
+            made.append(data.getvalue())
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
-    return data.getvalue()
+    return made, picklers
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,24 +101,30 @@ def run(
         return None
     content = dict(os.environ), os.getcwd(), bytes(current_process().authkey), function, tuple(arguments)
     try:
-        data = _pickle(content, copies=copies)
+        pickles, kept = _pickle(content, copies=copies, readers=_RUNS * world_size)
     except Exception:  # whatever the reduction of an argument raises: a queue, a lock, a local function
         return None
     with tempfile.TemporaryDirectory() as folder:
-        write_atomically(Path(folder, _FILE), data)
+        for number, data in enumerate(pickles):
+            write_atomically(Path(folder, f"call{number}"), data)
         given = {"folder": folder, "takes_rank": takes_rank}
-        outcome = _running[-1](call_function, world_size=world_size, backend=None, arguments=given)
+        outcome = _running[-1](call_function, world_size=world_size, backend=None, arguments=given, reruns=True)
         files = {rank: Path(folder, f"{rank}.pickle") for rank in range(world_size)}
         values = {rank: pickle.loads(path.read_bytes()) for rank, path in files.items() if path.exists()}
+    del kept
     if outcome.passed:
         return Returned(values)
     verdict = outcome.verdict
-    return Returned(values, terminal.failure(verdict, load(outcome.folder)), verdict.ranks)
+    return Returned(values, terminal.failure(verdict, with_label_sources(load(outcome.folder), verdict)), verdict.ranks)
 
 
 def call_function(rank: int, folder: str, takes_rank: bool) -> None:
     """Call what `run` has pickled, on a rank; its value is pickled."""
-    variables, here, key, function, arguments = pickle.loads(Path(folder, _FILE).read_bytes())
+    context = current_rank()
+    is_second = context is not None and context.job.flow
+    own = Path(folder, f"call{2 * rank + is_second}")
+    path = own if own.exists() else Path(folder, "call0")
+    variables, here, key, function, arguments = pickle.loads(path.read_bytes())
     os.environ.update(variables)
     os.chdir(here)
     current_process().authkey = key  # for a manager of the test's

@@ -188,7 +188,8 @@ def _labels_of_next(found: FirstDivergence) -> tuple[Label, ...]:
     """Return a label for what ranks did next: the call that they began there, or the exception that they raised."""
     by_place: dict[tuple[str, str], list[int]] = {}
     for rank, followed in found.then.items():
-        by_place.setdefault(followed, []).append(rank)
+        if followed[1] not in found.outcomes:  # else its side has that label
+            by_place.setdefault(followed, []).append(rank)
     places = ((LOCATION.match(where), text, tuple(ranks)) for (where, text), ranks in by_place.items())
     return tuple(
         Label(file=at["file"], line=int(at["line"]), ranks=ranks, text=text)

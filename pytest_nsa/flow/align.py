@@ -156,7 +156,9 @@ class Pair:
         elif mine == others and not any(is_last):
             return None
         different = next((k for k, (x, y) in enumerate(zip(mine, others, strict=False)) if x != y), None)
-        raises = (i in a.raised) != (j in b.raised) and mine != others
+        # A rank that began more calls before it raised failed in one of them: that follows from the other rank.
+        has_fewer = len(mine) < len(others) if i in a.raised else len(others) < len(mine)
+        raises = (i in a.raised) != (j in b.raised) and has_fewer
         found = self._callees(a, i, b, j, depth)
         if raises and different is None and (found is None or (found.kind == "callee" and found.frames[0] is a)):
             return self._parting(read_source(a.file), a, i, b, j)

@@ -329,9 +329,11 @@ def side(parting: Parting, which: int) -> str:
         tag = call.note if call.kind in MESSAGES else ""
         return " ".join(filter(None, (call.op, call.what, group, root, tag)))
     if parting.kind == "callee":
-        names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ()))) or "no function here"
+        names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ())))
         numbers = Counter(call.op for call in frame.calls.get(at, ()))
         begun = ", ".join(op if n == 1 else f"{op} {n} times" for op, n in numbers.items())
+        if not names:
+            return f"begins {begun or 'no call'}"
         return f"calls {names}" + (f", which begins {begun}" if begun else "")
     if parting.kind == "value":
         found = ", ".join(f"{name} = {text}" for name, text in sorted(frame.values.get(at, {}).items()))

@@ -75,6 +75,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         timeout: float | None = None,
         backend: str | None = "gloo",
         arguments: dict[str, Any] | None = None,
+        reruns: bool = False,
     ) -> Outcome:
         __tracebackhide__ = True
         outer = request.node.stash.get(timeout_key, None)
@@ -100,7 +101,7 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
             fsdp_version=runner.settings.fsdp_version,
             created=wall_clock(),
         )
-        verdict, folder = runner.run_function(request.session, job)
+        verdict, folder = runner.run_function(request.node, job, reruns=reruns)
         verdicts.append(verdict)
         outcomes.append(Outcome(verdict=verdict, folder=folder, world_size=world_size))
         return outcomes[-1]

@@ -7,7 +7,7 @@ import inspect
 import random
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pytest_nsa.observe.supervise import RanksRun
 from pytest_nsa.observe.terminal import DebuggerServer, LiveOutput, OutputLimit, Terminal
 from pytest_nsa.rank.coverage import read_settings
 from pytest_nsa.report.plain import visible
+from pytest_nsa.report.run import write_verdict
 from pytest_nsa.session.bisect import FLOW, HANG_AFTER_S, Run, Variation, bisect, limit_second_run, may_run_again
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import Recorder, RunFolder, safe_name
@@ -224,7 +225,13 @@ class RankRunner:
             if narrowed:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {narrowed}")
                 self.recorder.replace(folder, verdict)
-            verdict = self._run_again(item, verdict, evidence, values)
+            changed = self._run_again(
+                item, verdict, evidence,
+                lambda limit, other: self.run_item(item, limit, values, other, evidence.folder.name)[:2],
+            )  # fmt: skip
+            if changed is not verdict:
+                self.recorder.replace(folder, changed)
+            verdict = changed
             evidence = with_label_sources(evidence, verdict)
         if not self.group.is_alone:
             self.recorder.add(folder, verdict)
@@ -284,9 +291,10 @@ class RankRunner:
             return f"bisect: ended early: {error}"
 
     def _run_again(
-        self, item: pytest.Function, verdict: Verdict, evidence: Evidence, values: dict[str, Any]
-    ) -> Verdict:
-        """Return the verdict with what a second run adds: the statement at which the ranks parted."""
+        self, item: pytest.Item, verdict: Verdict, evidence: Evidence,
+        run: Callable[[float, Variation], tuple[Verdict, Evidence]],
+    ) -> Verdict:  # fmt: skip
+        """Return the verdict with what a second run adds: the statement at which the ranks parted. ``run`` takes its limit."""
         if not may_run_again(item, self.settings, verdict, self._second_runs):
             return verdict
         self._second_runs += 1
@@ -296,15 +304,13 @@ class RankRunner:
 
         tried = Variation(label=FLOW, flow=True, seed=evidence.job.seed)
         try:
-            again, second, _ = self.run_item(item, limit, values, tried, evidence.folder.name)
+            again, second = run(limit, tried)
             changed = compare_runs(verdict, evidence, second, again)
         except (OSError, LaunchError):  # the failure has its verdict already
             return verdict
         if self.settings.mask_output:  # the log has texts of the program, which are masked by their names alone
             for rank in second.ranks:
                 (rank.folder / FILE).unlink(missing_ok=True)
-        if changed is not verdict:
-            self.recorder.replace(evidence.folder, changed)
         return changed
 
     def _without_too_many_groups(self, job: Job) -> Job:
@@ -315,14 +321,32 @@ class RankRunner:
         self._groups = 0
         return replace(job, stay=False)
 
-    def run_function(self, session: pytest.Session, job: Job) -> tuple[Verdict, Path]:
+    def run_function(self, item: pytest.Item, job: Job, *, reruns: bool) -> tuple[Verdict, Path]:
         """Run a function for the fixture `launch`; return its verdict and its folder: that of the job, unless the disk became full.
 
-        Threads that launch take turns.
+        With ``reruns`` a failure runs once more, as a test's does. Threads that launch take turns.
         """
         with self._launches:
-            job = self._with_its_file(session, job, Path(job.folder).name)
-            return self._run(session, job, keep=True, record=False)[0], Path(job.folder)
+            job = self._with_its_file(item.session, job, Path(job.folder).name)
+            verdict, evidence = self._run(item.session, job, keep=True, record=False)
+            folder = Path(job.folder)
+            if reruns:
+                changed = self._run_again(
+                    item, verdict, evidence, lambda limit, other: self._vary(item, job, limit, other)
+                )
+                if changed is not verdict:
+                    write_verdict(folder, changed)
+                verdict = changed
+            return verdict, folder
+
+    def _vary(self, item: pytest.Item, job: Job, limit: float, tried: Variation) -> tuple[Verdict, Evidence]:
+        """Run a function as a second run does, in a folder in the first one's."""
+        name = f"{Path(job.folder).name}/bisect-{tried.label}"
+        folder = self.folder.test_folder(name, self.group.ranks_here(job.world_size))
+        other = replace(job, folder=str(folder), timeout=limit, flow=tried.flow)
+        return self._run(
+            item.session, self._with_its_file(item.session, other, name), keep=True, record=False, is_tried=True
+        )
 
     def _with_its_file(self, session: pytest.Session, job: Job, name: str) -> Job:
         """Return the job, written; in a new folder if another process has filled the disk since its folder was made."""

@@ -6,6 +6,7 @@ calls fit.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -249,6 +250,16 @@ def calls_what_one_rank_has_registered(rank: int, call: Call) -> None:
     for _ in range(3):
         call("all_reduce")
         events.fire()
+
+
+def decides_in_the_line_of_a_call_that_fails(rank: int, call: Call) -> None:
+    def wait() -> None:
+        call("all_gather")
+        raise RuntimeError("closed by another rank")
+
+    with contextlib.suppress(RuntimeError):
+        wait() if rank != 1 else None  # HERE
+    call("barrier")
 
 
 def begins_a_call_that_fails(rank: int, call: Call) -> None:

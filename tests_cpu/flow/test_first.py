@@ -112,6 +112,7 @@ def test_ranks_that_differ_in_nothing_that_others_see_do_not_part(name: str, tmp
         ("gives_another_size", "argument", "width"),
         ("filters_in_a_comprehension", "callee", "limit"),
         ("decides_in_one_line", "branch", "size"),
+        ("decides_in_the_line_of_a_call_that_fails", "callee", "rank"),
     ],
 )
 def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ def puts(rank, queue): queue.put(rank)
 
 def adds(rank, value): value += rank
 
+class Metric:
+    def __init__(self): self.total = torch.ones(3)
+    def __getstate__(self): return {"total": self.total.clone()}
+
+def checks(rank, metric): assert metric.total.sum() == 3
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_reduces(n, tmp_path): mp.spawn(reduces, args=(n, tmp_path / "store"), nprocs=n)
 
@@ -75,6 +81,8 @@ def test_a_queue(tmp_path):
     mp.spawn(puts, (queue,), 2)
     assert {queue.get(), queue.get()} == {0, 1}
 
+def test_an_object_that_makes_a_tensor_for_its_pickle(): mp.spawn(checks, (Metric(),), 3)
+
 def test_a_tensor_is_copied(tmp_path):
     value = torch.zeros(1)
     mp.start_processes(adds, (value,), 2, start_method="fork")
@@ -89,7 +97,7 @@ def test_on_ranks(group): dist.barrier()
 
 def test_processes_of_torch_multiprocessing(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, SPAWN, "-p", "pytest_nsa.adapters.spawn", "-o", "ranks_hang_after=1.5")
-    assert result.outcomes == {"passed": 11, "failed": 2}, result.stdout
+    assert result.outcomes == {"passed": 12, "failed": 2}, result.stdout
     assert {name: v.ranks for name, v in result.verdicts.items() if v.failed} == {
         "test_fails": (1,),
         "test_waits": (0,),

@@ -91,16 +91,13 @@ def make_calls_finding(evidence: Evidence, entered: Calls, found: Explanation) -
     elif found.candidate.is_for_all:
         reason = f"the ranks are in different collectives; {shown}"
     elif edit is Edit.SKIP and are_waiting:
-        detail = f"{who} made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
+        fewer = f"; {who} made fewer steps" if mine.op == END and mine.step < other.step else ""
         went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
-        reason = f"{who} {went} without {of_others}, where the others wait; {detail}{each}"
+        reason = f"{who} {went} without {of_others}, where the others wait{fewer}{each}"
     elif edit is Edit.SKIP:
-        detail = (
-            f"{who} left the loop that the others are in{_within(found)}"
-            if found.candidate.contrast.has_left
-            else "call skipped"
-        )
-        reason = f"{who} went on without {of_others}, and entered {name}; {detail}{payloads}"
+        has_left = found.candidate.contrast.has_left
+        left_loop = f"; {who} left the loop that the others are in{_within(found)}" if has_left else ""
+        reason = f"{who} went on without {of_others}, and entered {name}{left_loop}{payloads}"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
         reason = f"{who} entered {name}, which the others {went}{each}"
