@@ -47,7 +47,6 @@ Answer = tuple[str, tuple[int, ...], str]  # cause, ranks, line
 PARTS = 10  # of the programs, and of the files
 SAMPLE = 4  # one of so many generated programs is taken
 Key = TypeVar("Key", bound=Hashable)
-BANDS = ((0, 0), (1, 1), (2, 2), (3, 5), (6, 20), (21, 10_000))
 
 
 def functions() -> dict[str, FunctionType]:
@@ -148,14 +147,6 @@ def decided(recorded: Mapping[Key, Evidence]) -> tuple[dict[str, set[Key]], dict
             with without(function):
                 found[name] = {f for f in callers[name] if answer(recorded[f]) != before[f]}
     return found, {name: len(callers[name]) for name in known}
-
-
-def in_bands(numbers: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of functions by how many verdicts depend on them."""
-    return {
-        f"{low} to {high}" if low != high else str(low): sum(low <= n <= high for n in numbers.values())
-        for low, high in BANDS
-    }
 
 
 def share_of_few(numbers: Mapping[str, int]) -> float:
@@ -260,9 +251,8 @@ def main() -> None:
         numbers = {name: len(needs) for name, needs in sorted(depend.items())}
         numbers_of_both = {name: n + len(more[name]) for name, n in numbers.items()}
         figures = {
-            "faults": len(recorded), "functions": len(callers), "replaced": len(depend), "verdicts that depend": in_bands(numbers),
+            "faults": len(recorded), "functions": len(callers), "replaced": len(depend),
             "share of one or none": share_of_few(numbers), "generated programs": len(generated),
-            "verdicts that depend, with those": in_bands(numbers_of_both),
             "share of one or none, with those": share_of_few(numbers_of_both),
             "words of a reason": words_of_reasons(recorded),
             "by_function": {name: [n, len(more[name])] for name, n in numbers.items()},

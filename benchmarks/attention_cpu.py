@@ -11,13 +11,9 @@ installed, up to 2048 tokens.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,7 +23,6 @@ from torch import nn
 
 from nsa.sizes import Sizes
 
-ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = ("nsa", "dense", "masked", "lucidrains")
 LONGEST = {"masked": 2048, "lucidrains": 2048}
 DIM, HEADS, GROUPS, WIDTH = 768, 12, 2, 64
@@ -104,11 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a process (default: 3)")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
-    parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(measure(arguments.one[0], int(arguments.one[1]), arguments.steps)))
-        return
     absent = []
     contenders = []
     for contender in arguments.contenders:
@@ -124,12 +115,8 @@ def main() -> None:
                 if length > LONGEST.get(contender, length):
                     continue
                 steps = 1 if contender == "lucidrains" else arguments.steps
-                command = [sys.executable, __file__, "--one", contender, str(length), "--steps", str(steps)]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, check=True, cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                )  # fmt: skip
-                found[contender][length].append(json.loads(done.stdout.splitlines()[-1]))
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    found[contender][length].append(pool.apply(measure, (contender, length, steps)))
     table = {
         c: {
             str(n): {name: round(statistics.median(f[name] for f in rounds), 1) for name in ("ms", "peak_mib")}

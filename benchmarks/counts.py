@@ -26,10 +26,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+PEERS = Path(__file__).parent / "peers"
 TABLE = Path(__file__).parent / "results" / "harness_counts.json"
 MORE = 1.10  # times what the table has: then a row fails
 FEW, MANY = 4, 20  # tests of the two runs; their difference is counted
@@ -61,41 +63,31 @@ import torch.distributed as dist
 """
 # A plugin of a few lines: what runs tests on forked ranks by pytest's own protocol cannot do less.
 BARE = """\
+import functools
 import gc
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from trivial import floor, fork_two, join
 
 STEP, STORE = os.environ["STEP"], os.environ["STORE"]
 failed = 0
-
-
-def join(rank, number):
-    store = dist.FileStore(STORE + str(number), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
 @pytest.fixture
 def group(n):
     if STEP == "plain":
         return None
-    join(int(os.environ["RANK"]), n)
+    join(int(os.environ["RANK"]), STORE + str(n))
     return dist.group.WORLD
-
-
-def bare(rank, number):
-    join(rank, number)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return int(total.item() != 2)
 
 
 def by_protocol(item, rank):
     os.environ["RANK"] = str(rank)
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-    return failed
+    return not failed
 
 
 def pytest_runtest_logreport(report):
@@ -112,39 +104,8 @@ def pytest_runtestloop(session):
     session.config.pluginmanager.unregister(name="terminalreporter")
     gc.freeze()
     for number, item in enumerate(session.items):
-        pids = []
-        for rank in range(2):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    code = bare(rank, number) if STEP == "collected" else by_protocol(item, rank)
-                finally:
-                    os._exit(code)
-            pids.append(pid)
-        for pid in pids:
-            assert os.waitpid(pid, 0)[1] == 0
+        floor(STORE + str(number)) if STEP == "collected" else fork_two(functools.partial(by_protocol, item))
     return True
-"""
-FLOOR = """\
-import gc, os, sys
-import torch
-import torch.distributed as dist
-
-torch.set_num_threads(1)
-gc.freeze()
-for n in range({count}):
-    pids = []
-    for rank in range(2):
-        pid = os.fork()
-        if pid == 0:
-            dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"] + str(n), 2), rank=rank, world_size=2)
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            os._exit(int(total.item() != 2))
-        pids.append(pid)
-    for pid in pids:
-        assert os.waitpid(pid, 0)[1] == 0
 """
 # How often these are called depends on who is first.
 WAITS = (
@@ -157,23 +118,19 @@ _MAKES = re.compile(r"openat\(.*O_CREAT.* = \d|mkdir(?:at)?\(.* = 0")
 _REMOVES = re.compile(r"(?:unlink(?:at)?|rmdir)\(.* = 0")
 
 
-def _run(folder: Path, step: str, count: int, *tracer: str) -> None:
+def run_tests(folder: Path, step: str, count: int, *options: str, tracer: Sequence[str] = ()) -> None:
     """Run ``count`` tests. Raises RuntimeError with the output where that fails."""
-    is_ours, mark = step.startswith("pytest-nsa"), "@reuse\n" if step.endswith("reuse") else ""
+    is_ours, reuse = step.startswith("pytest-nsa"), "reuse" in step
+    mark = "@reuse(group='fresh')\n" if step.endswith("fresh group") else "@reuse\n" if reuse else ""
     imports, ranked = ("from pytest_nsa import reuse, world_size\n", "@world_size(2)\n    ") if is_ours else ("", "")
     (folder / "test_trivial.py").write_text(TEST.format(count=count, imports=imports, mark=mark, ranked=ranked))
-    command = [
-        *tracer,
-        sys.executable,
-        "-m",
-        "pytest",
-        *["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_trivial.py"],
-    ]
+    plain = ("-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_trivial.py")
+    command = [*tracer, sys.executable, "-m", "pytest", *plain, *options]
     if step == "floor":
-        command = [sys.executable, "-c", FLOOR.format(count=count)]
+        command = [sys.executable, str(PEERS / "trivial.py"), "floor", str(count)]
     elif not is_ours:
         (folder / "conftest.py").write_text(BARE)
-        command += ["-p", "no:nsa"]
+        command += ["-p", "no:nsa", "-o", f"pythonpath={PEERS}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "STEP": step}
     with tempfile.TemporaryDirectory() as store:
         environment["STORE"] = f"{store}/store"
@@ -190,7 +147,7 @@ def _io() -> dict[str, int]:
 def _of_processes(folder: Path, step: str, count: int) -> dict[str, float]:
     """Return the counts of a run over all of its processes, by the kernel's own counters."""
     before, io = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
-    _run(folder, step, count)
+    run_tests(folder, step, count)
     after, more = resource.getrusage(resource.RUSAGE_CHILDREN), _io()
     system = 1e3 * (after.ru_stime - before.ru_stime)
     found = {
@@ -233,7 +190,7 @@ def _calls(folder: Path, step: str, count: int) -> tuple[dict[str, list[int]], i
     traces = folder / "traces"
     traces.mkdir()
     options = ("-ff", "-qq", "-s", "60", "-e", f"trace=!{','.join(WAITS)}", "-o", str(traces / "of"))
-    _run(folder, step, count, "strace", *options)
+    run_tests(folder, step, count, tracer=("strace", *options))
     found: dict[str, list[int]] = {kind: [] for kind in _KINDS.values()}
     made = removed = 0
     for path in traces.iterdir():

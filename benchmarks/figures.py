@@ -11,7 +11,9 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,6 +21,8 @@ from xml.etree import ElementTree
 import torch
 
 from nsa.trace.strict_json import to_json
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -43,6 +47,21 @@ def keep(figures: dict[str, Any], path: Path | None) -> None:
     print(text)
     if path is not None:
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def train(config: str, steps: int, settings: Mapping[str, Any], ranks: int = 1) -> list[dict[str, Any]]:
+    """Train by `nsa.train` with a file of configs/; return the metrics of each step. RuntimeError with its errors if it fails."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    options = ["--config", str(ROOT / "configs" / config), "--steps", str(steps), "--save-every", "0"]
+    options += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "nsa.train", *options, "--out", folder], cwd=ROOT, text=True, capture_output=True,
+            check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 def run_tests(folder: Path, *options: str, workers: int = 0, **variables: str) -> dict[str, dict[str, Any]]:

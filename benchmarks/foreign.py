@@ -2,24 +2,20 @@
 
     python benchmarks/foreign.py --json benchmarks/results/foreign.json [--nccl DIR]
 
-Faults of the corpus run on plain processes, without our tracer, with torch's flight recorder on. After `LIMIT_S` each process
-writes its dump and its stacks. The verdict is made of the dumps alone, then of dumps and stacks. ``DIR`` has a folder per incident
-of NCCL with a file `ranks` ('12 14').
+Faults of the corpus run on plain processes, without our tracer, with torch's flight recorder on. After a limit each process writes
+its dump and its stacks (peers/bare_fault.py). The verdict is made of the dumps alone, then of dumps and stacks. ``DIR`` has a
+folder per incident of NCCL with a file `ranks` ('12 14').
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import inspect
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -30,66 +26,20 @@ sys.path.insert(0, str(ROOT))
 
 from pytest_nsa.diagnosis.foreign import judge  # noqa: E402
 from pytest_nsa.foreign.find import read_job  # noqa: E402
-from tests_cpu.faults.planting import programs_of  # noqa: E402
+from tests_cpu.faults.planting import marked_lines, programs_of  # noqa: E402
 from tests_cpu.faults.rows import read_rows  # noqa: E402
 from tests_cpu.foreign.cases import CASES  # noqa: E402
 
-LIMIT_S = 9.0
 FAMILIES = ("skip", "extra", "swap", "mismatch", "group", "hook", "branch", "lock", "sleep", "endless", "io")
 MOST = 40
 
 
-def run_rank(file: str, test: str, rank: int, folder: Path) -> None:
-    """Run one rank of a program on a plain process group; write its dump, its stacks and its exception."""
-    import torch
-    import torch.distributed as dist
-
-    from pytest_nsa.fixtures import Group
-
-    module = importlib.import_module(f"tests_cpu.faults.programs.{file}")
-    function, program = getattr(module, test), programs_of(module)[test]
-    dist.init_process_group("gloo", rank=rank, world_size=program.n)
-    ended = threading.Event()
-
-    def leave() -> None:
-        if not ended.is_set():  # a rank that has ended has no stack
-            with (folder / f"stack_{rank}.txt").open("w") as file_:
-                faulthandler.dump_traceback(file_)
-        (folder / f"dump_{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
-        time.sleep(2.0)  # until the others have written theirs: a rank that ends breaks their connections
-        os._exit(0)
-
-    def at_the_limit() -> None:
-        time.sleep(LIMIT_S)
-        leave()
-
-    threading.Thread(target=at_the_limit, daemon=True).start()
-    values = {"group": Group(rank=rank, world_size=program.n, device="cpu", backend="gloo"), "culprit": program.rank}
-    try:
-        inspect.unwrap(function)(**{name: values[name] for name in inspect.signature(function).parameters})
-    except Exception:
-        text = "".join(f"[rank{rank}]: {line}\n" for line in traceback.format_exc().splitlines())
-        (folder / f"log_{rank}.txt").write_text(text)
-    ended.set()
-    threading.Event().wait()
-
-
-def run_program(file: str, test: str, n: int, folder: Path) -> None:
-    """Run a program on plain processes, which end by themselves."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, __file__, "--rank"]
-    ranks = [
-        subprocess.Popen([*command, file, test, str(r), str(folder)], env=environment, stderr=subprocess.DEVNULL)
-        for r in range(n)
-    ]
-    for rank in ranks:
-        try:
-            rank.wait(timeout=4 * LIMIT_S)
-        except subprocess.TimeoutExpired:
-            rank.kill()
+def run_program(file: str, test: str, folder: Path) -> None:
+    """Run a program on plain processes, which end by themselves unless one holds the GIL."""
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "FR_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
+    script = str(ROOT / "benchmarks" / "peers" / "bare_fault.py")
+    command = ["timeout", "--signal", "KILL", "30", sys.executable, script, file, test, "leave"]
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def of_gloo() -> dict[str, Any]:
@@ -98,7 +48,7 @@ def of_gloo() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for family in FAMILIES:
         module = importlib.import_module(f"tests_cpu.faults.programs.{family}")
-        for test, program in programs_of(module).items():
+        for test in programs_of(module):
             row = rows[test]
             if (
                 len(found) >= MOST
@@ -108,20 +58,15 @@ def of_gloo() -> dict[str, Any]:
                 continue
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                run_program(family, test, program.n, folder)
-                alone, _ = judge(read_job(sorted(folder.glob("dump_*"))), test)
+                run_program(family, test, folder)
+                alone, _ = judge(read_job(sorted(folder.glob("trace_*"))), test)
                 whole, _ = judge(read_job([folder]), test)
             line = whole.where.rpartition(":")[2].partition(" ")[0]
-            lines = {
-                n
-                for n, text in enumerate((Path(str(module.__file__))).read_text().splitlines(), 1)
-                if text.endswith("# HERE")
-            }
             found[test] = {
                 "ranks": list(row.ranks), "by dumps": [alone.cause, list(alone.ranks), alone.certain],
                 "with stacks": [whole.cause, list(whole.ranks), whole.where.rpartition("/")[2]],
                 "dumps right": alone.ranks == row.ranks, "ranks right": whole.ranks == row.ranks,
-                "line right": line.isdecimal() and int(line) in lines,
+                "line right": line.isdecimal() and int(line) in marked_lines(Path(str(module.__file__))),
             }  # fmt: skip
             print(test, found[test], flush=True)
     return found
@@ -156,10 +101,6 @@ def of_nccl(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run all three, and keep the figures."""
-    if sys.argv[1:2] == ["--rank"]:
-        file, test, rank, folder = sys.argv[2:]
-        run_rank(file, test, int(rank), Path(folder))
-        return
     parser = parser_of(__doc__)
     parser.add_argument("--nccl", type=Path, help="a folder of incidents, each with dumps and a file `ranks`")
     arguments = parser.parse_args()

@@ -5,7 +5,8 @@
 Prose: the shipped text. Code: the standard library of this Python. Every tenth document is held out, and its loss is compared, of
 models with as many parameters; by seed, each training a process of `nsa.train` with one thread. What the file has already is not
 trained again, so that a run that was stopped goes on. Copying (``--copy-steps``): a random sequence and then the same again, 64
-tokens later, so far back that a window of 16 tokens in two layers does not reach it; compared is the loss on the second half.
+tokens later, so far back that a window of 16 tokens in two layers does not reach it; trained and compared is the loss on the second
+half: on the whole, two of three seeds did not learn it in 1,000 steps.
 """
 
 from __future__ import annotations
@@ -14,17 +15,14 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from figures import keep, parser_of
+from figures import ROOT, keep, parser_of, train
 
-ROOT = Path(__file__).resolve().parents[1]
 COPY = {
     "model.n_layers": 2, "model.window": 16, "model.compress_block": 8, "model.compress_stride": 4,
     "model.select_block": 8, "model.n_select": 4, "train.seq_len": 127,
@@ -63,18 +61,11 @@ def write_corpora(folder: Path) -> None:
             (folder / f"{task}_{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def train(corpora: Path, task: str, model: str, seed: int, tokens: int) -> dict[str, Any]:
-    """Return the held-out losses of a training by step, and its tokens per second."""
-    settings = {**SHAPE, **MODELS[model], "train.seed": seed, "data.validation": corpora / f"{task}_held.jsonl"}
+def train_on_documents(corpora: Path, task: str, model: str, seed: int, tokens: int) -> dict[str, Any]:
+    """Return the held-out losses by step, and the tokens per second."""
+    data = {"data.dataset": corpora / f"{task}_train.jsonl", "data.validation": corpora / f"{task}_held.jsonl"}
     steps = tokens // (SEQ_LEN * BATCH)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "nsa.train", "--config", str(ROOT / "configs" / "tiny_cpu.yaml"), "--out", folder,
-            "--dataset", str(corpora / f"{task}_train.jsonl"), "--steps", str(steps),
-        ]  # fmt: skip
-        command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = train("tiny_cpu.yaml", steps, {**SHAPE, **MODELS[model], **data, "train.seed": seed})
     held = {line["step"]: round(line["validation_loss"], 4) for line in lines if "validation_loss" in line}
     return {
         "steps": steps,
@@ -129,7 +120,7 @@ def main() -> None:
         for seed, task, model in itertools.product(range(arguments.seeds), ("prose", "code"), MODELS):
             name = f"{task}, {model}, {tokens} tokens, seed {seed}"
             if name not in runs:
-                runs[name] = train(Path(folder), task, model, seed, tokens)
+                runs[name] = train_on_documents(Path(folder), task, model, seed, tokens)
                 keep({**found, "shape": SHAPE, "models": MODELS, "trainings": runs}, path)
     if arguments.copy_steps:
         curves = {w: [train_copying(w, seed, arguments.copy_steps) for seed in range(arguments.seeds)] for w in COPYING}

@@ -11,13 +11,10 @@ with the recording and without it in turn; the ratio is the median of the pairs.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -175,35 +172,26 @@ def flow_cost() -> dict[str, float]:
     return ratios
 
 
+def measure(case: dict[str, Any], rank: int, store: str) -> dict[str, float]:
+    """Measure a case as one of its ranks, in a process that starts anew."""
+    torch.set_num_threads(1)
+    ranks = case.get("ranks", 1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    if "modules" in case:
+        return step_cost(case["modules"], ddp=case["ddp"], width=case.get("width", 8))
+    return flow_cost() if "flow" in case else collective_cost()
+
+
 def main() -> None:
-    """Measure each case in a process of its own, print, keep."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--at", nargs=2, default=("0", ""), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.case is not None:
-        torch.set_num_threads(1)
-        case, rank, store = CASES[arguments.case], *arguments.at
-        ranks = case.get("ranks", 1)
-        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=int(rank), world_size=ranks)
-        if "modules" in case:
-            print(json.dumps(step_cost(case["modules"], ddp=case["ddp"], width=case.get("width", 8))))
-        else:
-            print(json.dumps(flow_cost() if "flow" in case else collective_cost()))
-        return
+    """Measure each case, print, keep."""
+    arguments = parser_of(__doc__).parse_args()
     found = []
-    for number, case in enumerate(CASES):
-        environment = {**os.environ, "NSA_TRACE_LEVEL": "light" if case.get("light") else "full"}
-        with tempfile.TemporaryDirectory() as folder:
-            started = [
-                subprocess.Popen(
-                    [sys.executable, __file__, "--case", str(number), "--at", str(rank), f"{folder}/store"],
-                    text=True, stdout=subprocess.PIPE, env=environment,
-                )
-                for rank in range(case.get("ranks", 1))
-            ]  # fmt: skip
-            printed = [process.communicate()[0] for process in started]
-        found.append({**case, **json.loads(printed[0].splitlines()[-1])})
+    for case in CASES:
+        os.environ["NSA_TRACE_LEVEL"] = "light" if case.get("light") else "full"
+        ranks = range(case.get("ranks", 1))
+        with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(len(ranks)) as pool:
+            of_ranks = pool.starmap(measure, [(case, rank, f"{folder}/store") for rank in ranks], chunksize=1)
+        found.append({**case, **of_ranks[0]})
     keep({"cases": found, "pairs": PAIRS}, arguments.json)
 
 

@@ -3,27 +3,20 @@
     python benchmarks/train.py --json benchmarks/results/train.json         # a CPU's size: 4 layers, 1,024 and 4,096 tokens
     python benchmarks/train.py --gpu --json benchmarks/results/train_gpu.json    # the 125M model, bf16, 2k to 64k tokens
 
-Each way (attention, checkpointing, torch.compile, parallelism) runs in processes of its own, one per rank, in rounds that take
-turns. A figure is the median over rounds of a process's median step after `WARM` steps. Parallel ways have two ranks.
+Each way (attention, checkpointing, torch.compile, parallelism) is a run of `nsa.train`, in rounds that take turns. A figure is the
+median over rounds of a run's median step after `WARM` steps. Parallel ways have two ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-from figures import keep, parser_of
+from figures import keep, parser_of, train
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM, STEPS = 2, 5
 CPU: dict[str, Any] = {
     "config": "m7c_125m_2k_test.yaml", "lengths": (1024, 4096),
@@ -60,70 +53,21 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def one_rank(settings: dict[str, Any]) -> dict[str, float]:
-    """Train as one of ``settings['ranks']`` ranks, in a process of its own; return seconds and tokens per step, and peak MiB."""
-    import torch.distributed as dist
-
-    from nsa.config import load_config
-    from nsa.data import Position, batches, open_source
-    from nsa.training.parallel import RankInfo, choose_device
-    from nsa.training.trainer import Trainer
-
-    rank, ranks = int(os.environ.get("RANK", "0")), settings["ranks"]
-    config = load_config(ROOT / "configs" / settings["config"], **settings["overrides"])
-    device = choose_device(config.train.device, rank)
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    if ranks > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(settings["store"], ranks), rank=rank, world_size=ranks)
-    info = RankInfo(rank=rank, world_size=ranks, device=device)
-    seconds = []
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, info, Path(folder))
-        data = batches(open_source(config), Position(), config.train.batch_size, rank, ranks)
-        for _ in range(WARM + STEPS):
-            batch = [next(data)]
-            began = time.perf_counter()
-            trainer.step(batch)
-            (result,) = trainer.read()
-            seconds.append(time.perf_counter() - began)
-            if len(seconds) == 2:  # the first gathers statistics, uncompiled; the second compiles
-                first = time.perf_counter() - started
-    if ranks > 1:
-        dist.destroy_process_group()
-    median = statistics.median(seconds[WARM:])
-    return {"seconds": median, "tokens": result.tokens, "peak_mib": result.peak_mib, "start_s": first}
-
-
 def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict[str, float]:
-    """Measure one round of one way: the slowest rank counts."""
+    """Measure one round of one way: tokens a second, rank 0's peak, and the seconds of the steps that start it."""
     ranks, overrides = WAYS[way]
     chosen = {
         **size["sizes"], **({"train.batch_size": max(1, GPU_TOKENS // length)} if size is GPU else {}),
         "data.dataset": "synthetic", "train.seq_len": length, "model.attention": attention,
         "trace.stats_every": 1000, "parallel.mode": "none", **overrides,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"config": size["config"], "ranks": ranks, "overrides": chosen, "store": f"{folder}/store"}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--one", json.dumps(settings)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-        found = []
-        for process in processes:
-            out, errors = process.communicate()
-            if process.returncode:
-                raise RuntimeError(errors[-2000:])
-            found.append(json.loads(out.splitlines()[-1]))
-    seconds = max(f["seconds"] for f in found)
+    lines = train(size["config"], WARM + STEPS, chosen, ranks)
+    seconds = [line["tokens"] / line["tokens_per_s"] for line in lines]  # the first gathers statistics, uncompiled
     return {
-        "tokens_per_s": found[0]["tokens"] / seconds, "peak_mib": max(f["peak_mib"] for f in found),
-        "start_s": max(f["start_s"] for f in found),
-    }  # fmt: skip
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines[WARM:]),
+        "peak_mib": lines[-1]["peak_mib"],
+        "start_s": sum(seconds[:WARM]),
+    }
 
 
 def main() -> None:
@@ -134,11 +78,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all, on a GPU those in one process")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a sequence (default: two of the device's)")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(one_rank(json.loads(arguments.one))))
-        return
     size = GPU if arguments.gpu else CPU
     on_cpu = [way for way in WAYS if "CUDA" not in way]
     ways, end = arguments.ways or (GPU_WAYS if arguments.gpu else on_cpu), time.monotonic() + 60 * arguments.minutes

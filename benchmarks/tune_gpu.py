@@ -224,7 +224,7 @@ def main() -> None:
         start = tiles.tile(kernel, like, d_v, arguments.length)
         deadline = min(end, time.monotonic() + max(0.0, end - time.monotonic()) / left * 2)
         best, tried = tune(kernel, shape, arguments.length, call, start, arguments.rounds, deadline, pool)
-        name = tiles.find_name(kernel, d_k, d_v, 2) + (" short" if arguments.length < tiles.LONG else "")
+        name = tiles.name_of(kernel, d_k, d_v, 2) + (" short" if arguments.length < tiles.LONG else "")
         print(json.dumps({"gpu": gpu, "kernel": name, "best": best, "ms": tried}), flush=True)
         known[name] = list(best)
         if arguments.json:

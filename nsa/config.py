@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import math
 import os
 import types
@@ -122,6 +123,8 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply") from None
 
 
 def as_yaml(config: Config) -> str:
@@ -194,8 +197,6 @@ def _use_flash(text: str, backend: str | None) -> dict[str, Any]:
     """Return what NSA_USE_FA2 changes in the model's section: 1 requires flash-attn, 0 takes it out where the file names it."""
     if not switch(text, f"NSA_USE_FA2={shown(text)}"):
         return {"backend": "auto"} if backend == "flash" else {}
-    import importlib.util
-
     if importlib.util.find_spec("flash_attn") is None:
         raise ConfigError("NSA_USE_FA2='1': flash-attn is not installed; install it, or set NSA_USE_FA2=0")
     return {"backend": "flash"}

@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa.config import (
-    SAFE_ENVIRONMENT,
     Config,
     ConfigError,
     as_yaml,
@@ -24,10 +23,9 @@ from nsa.config import (
     load_config,
     unknown_variables,
 )
+from nsa.data import open_source, open_validation
 from nsa.trace.files import find_writer
-
-if TYPE_CHECKING:
-    from nsa.training.parallel import RankInfo
+from nsa.training import saved
 
 USAGE_ERROR, NOT_FINITE, INTERRUPTED = 2, 3, 130
 WAIT_S = 30.0  # for ranks of an earlier start, if a run is resumed
@@ -39,7 +37,7 @@ EXIT_CODES = {
     USAGE_ERROR: "a setting or file that cannot be used, or a disk that is full: one line names it",
     NOT_FINITE: "a loss or gradient is NaN or infinite: one line names the step and a checkpoint before it",
     75: "stopped by SIGTERM, or without its launcher, with a checkpoint: start it again with --resume auto",
-    INTERRUPTED: "interrupted",
+    INTERRUPTED: "interrupted, or without a reader of its output",
 }
 RESULTS = """\
 Results:
@@ -64,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("error: the reader of the output ended; what was written so far is kept", file=sys.stderr)
+        return INTERRUPTED
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
@@ -161,9 +163,6 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _train(config: Config, arguments: argparse.Namespace) -> int:
     # Without torch, which takes seconds to import: what can be refused is refused first.
-    from nsa.data import Position, open_source, open_validation
-    from nsa.training import saved
-
     rank, world_size, local_rank = launched_ranks()
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # of torchrun
     if world_size > 1 and config.parallel.mode == "none":
@@ -185,38 +184,15 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         saved.refuse_another_model(resumed, config)
         for line in saved.other_settings(resumed, config) if rank == 0 else ():
             _print(f"[train] resume: {line}")
-    position = Position() if resumed is None else saved.describe(resumed).position
 
-    import torch
+    from nsa.training.run import NotFiniteError, train
 
-    from nsa.data.loader import Loader
-    from nsa.training.parallel import RankInfo, choose_backend, choose_device
-    from nsa.training.run import NotFiniteError, Run, traces_logged
-
-    device = choose_device(config.train.device, local_rank)
-    backend = choose_backend(config.parallel.backend, device, world_size)
-    loader = Loader(config, source, position, rank, world_size)
-    if config.parallel.safe:
-        os.environ.update(SAFE_ENVIRONMENT)
-    if config.train.threads and device.type == "cpu":
-        torch.set_num_threads(config.train.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    info = RankInfo(rank=rank, world_size=world_size, device=device)
-    if config.parallel.mode != "none":
-        _join(backend, world_size)
     try:
-        folder = _folder(arguments.out, info)
-        with traces_logged(folder, rank):
-            return Run(config, info, loader, folder, resumed, launcher, validation).steps()
+        return train(config, (rank, world_size, local_rank), arguments.out, source, validation, resumed, launcher)
     except NotFiniteError as error:  # of all ranks: one speaks
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return NOT_FINITE
-    finally:
-        loader.close()
-        if config.parallel.mode != "none":
-            torch.distributed.destroy_process_group()
 
 
 def wait_for_earlier_ranks(folder: Path, limit_s: float, *, quiet: bool = False) -> None:
@@ -262,38 +238,6 @@ def _checkpoints(arguments: argparse.Namespace) -> Path:
             "--resume auto: which run? give its folder with --out DIR, or a checkpoint with --resume PATH"
         )
     return Path(arguments.out or "") / "checkpoints"
-
-
-def _join(backend: str, world_size: int) -> None:
-    import torch.distributed as dist
-
-    from nsa.training.parallel import join_group
-
-    if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        join_group(backend)
-
-
-def _folder(out: str | None, info: RankInfo) -> Path:
-    """Return the run's folder, the same on all ranks: rank 0's clock names it."""
-    if out:
-        folder = Path(out)
-    else:
-        import torch
-        import torch.distributed as dist
-
-        stamp = torch.tensor([int(time.time())], device=info.device)
-        if info.world_size > 1:
-            dist.broadcast(stamp, src=0)
-        folder = Path("artifacts") / time.strftime("train_%Y%m%d_%H%M%S", time.localtime(stamp.item()))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {str(folder)!r}: cannot be made ({error.strerror}); give a folder that can be written"
-        ) from None
-    return folder
 
 
 def _boot_lines(config: Config, arguments: argparse.Namespace, rank: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,10 +24,11 @@ from strided_overlapped import CONSUMERS, ROWS, strided_overlapped
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from ahead import compiling  # noqa: E402
 from figures import keep, parser_of  # noqa: E402
 
 from nsa.kernels import blocks  # noqa: E402
-from nsa.kernels.triton import block_schedule, branches, selection_schedule, tiles, whole  # noqa: E402
+from nsa.kernels.triton import block_schedule, branches, selection_schedule, whole  # noqa: E402
 from nsa.kernels.triton.block_schedule import steps_of  # noqa: E402
 from nsa.kernels.triton.branches import Pair, Places, sequence_arguments  # noqa: E402
 from nsa.kernels.triton.launch import LOG2E, launch  # noqa: E402
@@ -167,12 +168,7 @@ def compiled(tokens: int) -> dict[str, Any]:
         registers, spilled = ptxas(code.asm["ptx"], 90)
         found[kernel.__name__] = {"shared": code.metadata.shared, "registers": registers, "spilled": spilled}
 
-    with ExitStack() as stack:
-        for module in (branches, block_schedule, selection_schedule):
-            stack.enter_context(mock.patch.object(module, "launch"))
-        for module in (selection_schedule, tiles):
-            stack.enter_context(mock.patch.object(module, "capability", return_value="sm_90"))
-        stack.enter_context(mock.patch.dict(globals(), launch=compile_it))
+    with compiling("sm_90", lambda kernel: False), mock.patch.dict(globals(), launch=compile_it):
         for name in IN_PLACE:
             with replaced(name):
                 forward_of(tokens, "meta")()

@@ -1,10 +1,11 @@
 """A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST [MODE]
 
 With ``monitored`` the ranks meet in a monitored_barrier when the function has ended. After `LOOK_S` seconds: with ``recorder``
-each rank dumps torch's flight recorder into the folder FR_FOLDER; with ``debug`` the pages of torch's debug server are fetched;
-with ``py-spy`` every rank's stacks are dumped.
+each rank dumps torch's flight recorder into the folder FR_FOLDER; with ``leave`` its stacks and its exception too, and ends then;
+with ``debug`` the pages of torch's debug server are fetched; with ``py-spy`` every rank's stacks are dumped.
 """
 
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -35,6 +36,16 @@ def dump_recorder(rank: int, after: float) -> None:
     """Dump the flight recorder, as a user's watchdog would: from a thread, which needs the GIL."""
     time.sleep(after)
     Path(os.environ["FR_FOLDER"], f"trace_{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+
+
+def leave(rank: int, ended: threading.Event) -> None:
+    """Write what a rank of a job leaves that is ended at a limit: a rank that has ended has no stack."""
+    dump_recorder(rank, LOOK_S)
+    if not ended.is_set():
+        with Path(os.environ["FR_FOLDER"], f"stack_{rank}.txt").open("w") as file:
+            faulthandler.dump_traceback(file)
+    time.sleep(2.0)  # until the others have written theirs: a rank that ends breaks their connections
+    os._exit(0)
 
 
 def look(mode: str, pids: list[int], port: int) -> None:
@@ -69,6 +80,9 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str, po
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=8), **place)  # type: ignore[arg-type]
     if mode == "recorder":
         threading.Thread(target=dump_recorder, args=(rank, LOOK_S), daemon=True).start()
+    ended = threading.Event()
+    if mode == "leave":
+        threading.Thread(target=leave, args=(rank, ended)).start()
     if mode == "debug":
         from torch.distributed.debug import start_debug_server
 
@@ -84,8 +98,14 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str, po
             dist.monitored_barrier(timeout=timedelta(seconds=4), wait_all_ranks=True)
     except BaseException:
         traceback.print_exc()
+        if mode == "leave":
+            text = "".join(f"[rank{rank}]: {line}\n" for line in traceback.format_exc().splitlines())
+            Path(os.environ["FR_FOLDER"], f"log_{rank}.txt").write_text(text)
         return 1
     finally:
+        ended.set()
+        if mode == "leave":
+            threading.Event().wait()
         if mode == "recorder":
             dump_recorder(rank, 0.0)
     return 0

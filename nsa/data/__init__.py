@@ -1,7 +1,7 @@
 """Token batches for training: where documents come from, how they become samples, and which rank gets which.
 
-`documents` and `plain` yield texts from files, `packing` cuts the stream of their bytes into numbered samples, `loader` reads
-them ahead in other processes; it needs torch, which the others do without.
+`documents`, `parquet` and `plain` yield texts from files, `packing` cuts the stream of their bytes into numbered samples,
+`loader` reads them ahead in other processes; it needs torch, which the others do without.
 """
 
 from nsa.data.packing import Batch, Position, Source, batches

@@ -1,14 +1,11 @@
-"""Documents, in the same order for everybody: from parquet files of FineWeb-Edu's schema.
-
-Schema: text, id, dump, url, file_path, language, language_score, token_count, score, int_score; only ``text`` is read.
-"""
+"""Documents, in the same order for everybody: what a source of texts can do, and which files a dataset's path names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -61,57 +58,6 @@ class ShuffledDocuments:
             yield Place(place.epoch, 0, number), [texts[i] for i in within]
 
 
-class ParquetDocuments:
-    """The rows of parquet files, file by file in the order of their names.
-
-    Raises ConfigError, when made, for a file that is missing, truncated, empty or has no ``text`` column.
-    """
-
-    def __init__(self, files: list[Path]) -> None:
-        self.files = files
-        for file in files:
-            check_parquet(file)
-
-    def parts(self) -> list[tuple[int, int]]:
-        """Return each row group."""
-        import pyarrow.parquet as parquet
-
-        counts = [parquet.read_metadata(path).num_row_groups for path in self.files]
-        return [(file, part) for file, count in enumerate(counts) for part in range(count)]
-
-    def texts(self, file: int, part: int) -> list[bytes | None]:
-        """Return the texts of a row group."""
-        import pyarrow.parquet as parquet
-
-        with parquet.ParquetFile(self.files[file]) as opened:
-            return _texts(opened, part)
-
-    def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
-        """Row group by row group; one whose pages are damaged is as many rows that cannot be read."""
-        import pyarrow.parquet as parquet
-
-        for number, path in enumerate(self.files[place.file :], place.file):
-            with parquet.ParquetFile(path) as file:
-                for part in range(place.part if number == place.file else 0, file.num_row_groups):
-                    yield Place(place.epoch, number, part), _texts(file, part)
-
-
-def _texts(file: Any, part: int) -> list[bytes | None]:
-    import pyarrow as pa
-
-    try:
-        return checked(_column(file, part).to_pylist())
-    except (OSError, pa.ArrowInvalid):  # pyarrow's words for pages that do not decode
-        return [None] * file.metadata.row_group(part).num_rows
-
-
-def _column(file: Any, part: int) -> Any:
-    """Return the texts of a row group as an array of binary: a text may be no UTF-8."""
-    import pyarrow as pa
-
-    return file.read_row_group(part, columns=["text"], use_threads=False).column(0).cast(pa.large_binary())
-
-
 def checked(texts: list[bytes | None]) -> list[bytes | None]:
     """None in place of what is not UTF-8."""
     return [text if text is None or text.isascii() or _is_utf8(text) else None for text in texts]
@@ -150,34 +96,3 @@ def files_of(path: str) -> tuple[list[Path], bool]:
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(1 << 13)
-
-
-def check_parquet(file: Path) -> None:
-    """Raise ConfigError, in one line, unless a file is readable parquet with rows and a ``text`` column of strings."""
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise ConfigError(
-            f"dataset {str(file)!r}: reading parquet needs pyarrow; pip install 'pytest-nsa[data]'"
-        ) from None
-    try:
-        reader = parquet.ParquetFile(file)
-        columns, rows = reader.schema_arrow.names, reader.metadata.num_rows
-        kind = reader.schema_arrow.field("text").type if columns.count("text") == 1 else None
-        is_text = kind is not None and (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
-        # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
-        if is_text and rows:
-            _column(reader, reader.num_row_groups - 1)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
-    if kind is None:
-        number = "more than one" if "text" in columns else "no"
-        raise ConfigError(
-            f"dataset {str(file)!r}: {number} column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
-        )
-    if not is_text:
-        raise ConfigError(f"dataset {str(file)!r}: column 'text' holds {kind}; it must hold strings")
-    if rows == 0:
-        raise ConfigError(f"dataset {str(file)!r}: 0 rows; give a parquet file with documents")

@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 
 from nsa.config import Config, ConfigError
-from nsa.data.documents import (
-    Documents,
-    FileDocuments,
-    ParquetDocuments,
-    ShuffledDocuments,
-    files_of,
-)
+from nsa.data.documents import Documents, FileDocuments, ShuffledDocuments, files_of
 from nsa.data.packing import PackedSource, Position, Sample, Source, Tokens
 from nsa.data.plain import PlainDocuments
 from nsa.sections import DataConfig
@@ -77,9 +71,19 @@ def open_validation(config: Config) -> Source | None:
 
 def _packed(config: Config, path: str, *, shuffled: bool) -> Source:
     files, is_parquet = files_of(path)
-    documents: FileDocuments = ParquetDocuments(files) if is_parquet else PlainDocuments(files)
+    documents = _parquet(files) if is_parquet else PlainDocuments(files)
     ordered: Documents = ShuffledDocuments(documents, config.train.seed) if shuffled else documents
     return PackedSource(ordered, config.train.seq_len, config.data.max_bad_rows)
+
+
+def _parquet(files: list[Path]) -> FileDocuments:
+    try:
+        from nsa.data.parquet import ParquetDocuments
+    except ImportError:
+        raise ConfigError(
+            f"dataset {str(files[0])!r}: reading parquet needs pyarrow; pip install 'pytest-nsa[data]'"
+        ) from None
+    return ParquetDocuments(files)
 
 
 def _path_of(data: DataConfig) -> str | None:

@@ -76,23 +76,13 @@ def nothing(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return q.new_zeros(*q.shape[:3], others[-1].shape[-1]) + zero_times(q, *others)
 
 
-def run_branches(
-    q: torch.Tensor, cmp: KV, sel: KV, win: KV, sizes: Sizes, *, scale: float, backend: str,
-    branches: tuple[Branch, ...] = BRANCHES,
-) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """Compute the requested branches' outputs [B, S, H, Dv], and the selection bool [B, S, G, Ns] where one was made.
-
-    Shapes as in `nsa_attention`. A branch that is not requested is not computed and leaves no node in the autograd graph.
-    """
-    if _is_empty(q):
-        return dict.fromkeys(branches, nothing(q, *cmp, *win, *sel)), None
-    row = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1])
-    return _run_branches(row.branches, q, cmp, sel, win, sizes, scale, branches)
-
-
 def _run_branches(
     kernels: Any, q: torch.Tensor, cmp: KV, sel: KV, win: KV, sizes: Sizes, scale: float, branches: tuple[Branch, ...]
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:
+    """Return the outputs of ``branches``, and the selection bool [B, S, G, Ns] where one was made.
+
+    Another branch is not computed, and leaves no node in the autograd graph.
+    """
     l, d, l_sel, n_sel, w = sizes
     out: dict[Branch, torch.Tensor] = {}
     chosen = None
@@ -111,9 +101,9 @@ def _run_branches(
 
 def attend(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, *, scale: float, backend: str,
-    ends: Sequence[int] | None = None, listener: Listener | None = None,
+    ends: Sequence[int] | None = None, listener: Listener | None = None, forced: Branch | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute all three branches, weighted and summed (Eq. 5): [B, S, H, Dv]. Shapes as in `nsa_attention`.
+    """Compute all three branches, weighted and summed (Eq. 5), or the ``forced`` one: [B, S, H, Dv]. Shapes as in `nsa_attention`.
 
     ``ends``: of a pack (B = 1), where its sequences begin and end, 0 first and S last. ``listener`` is given the selection of each
     sequence, bool [B, S, G, Ns].
@@ -121,25 +111,25 @@ def attend(
     if _is_empty(q):
         return nothing(q, *cmp, *win, gates, *sel)
     row = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1])
-    if ends is None or (row.whole is not None and row.takes_packs):
-        return _attend(row, q, cmp, sel, win, gates, sizes, scale, ends, listener)
+    if ends is None or (forced is None and row.whole is not None and row.takes_packs):
+        return _attend(row, q, cmp, sel, win, gates, sizes, scale, ends, listener, forced)
     parts = []
     for s0, s1, c0, c1 in spans(ends, sizes.compress_block, sizes.compress_stride):
         keys = cmp.between(c0, c1), sel.between(s0, s1), win.between(s0, s1)
-        parts.append(_attend(row, q[:, s0:s1], *keys, gates[:, s0:s1], sizes, scale, None, listener))
+        parts.append(_attend(row, q[:, s0:s1], *keys, gates[:, s0:s1], sizes, scale, None, listener, forced))
     return torch.cat(parts, dim=1)
 
 
 def _attend(
     row: Backend, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float,
-    ends: Sequence[int] | None, listener: Listener | None,
+    ends: Sequence[int] | None, listener: Listener | None, forced: Branch | None,
 ) -> torch.Tensor:  # fmt: skip
-    if row.whole is not None:
+    if forced is None and row.whole is not None:
         return row.whole(q, cmp, sel, win, gates, sizes, scale, ends, listener)
-    out, found = _run_branches(row.branches, q, cmp, sel, win, sizes, scale, BRANCHES)
+    out, found = _run_branches(row.branches, q, cmp, sel, win, sizes, scale, (forced,) if forced else BRANCHES)
     if found is not None and listener is not None:
         listener(found)
-    return sum_branches(out, gates)
+    return out[forced] if forced else sum_branches(out, gates)
 
 
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, backend: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ from nsa.config import ModelConfig
 from nsa.kernels.checks import check_hidden, pack_ends
 from nsa.kernels.compression import mean_of_blocks, tokens_of_blocks
 from nsa.kernels.derivatives import has_tangent, is_transformed
-from nsa.kernels.dispatch import attend, attend_densely, check_backend, run_branches, spans, zero_times
+from nsa.kernels.dispatch import attend, attend_densely, check_backend, zero_times
 from nsa.kernels.triton import support
 from nsa.kernels.triton.operators import rotate
 from nsa.model import decoding
@@ -296,28 +296,20 @@ class NSAAttention(nn.Module):
             if chosen is not None and listener is not None:
                 listener(chosen)
             return out[forced]
-        if forced:
-            y = self._attend_forced(forced, q, cmp, sel, win, ends)
-            return y + zero_times(*cmp, *sel, *win, gates)
-        return attend(q, cmp, sel, win, gates, sizes, scale=scale, backend=self.backend, ends=ends, listener=listener)
-
-    def _attend_forced(
-        self, forced: Branch, q: torch.Tensor, cmp: KV, sel: KV, win: KV, ends: list[int] | None
-    ) -> torch.Tensor:
-        """One branch alone, its gate 1; of a pack, one sequence after the other."""
-        S, sizes, parts = q.shape[1], self.sizes, []
-        whole = [(0, S, 0, cmp[0].shape[1])]
-        for a, b, c0, c1 in (
-            whole if ends is None or S == 0 else spans(ends, sizes.compress_block, sizes.compress_stride)
-        ):
-            out, chosen = run_branches(
-                q[:, a:b], cmp.between(c0, c1), sel.between(a, b), win.between(a, b), sizes, scale=self.head_dim**-0.5,
-                backend=self.backend, branches=(forced,),
-            )  # fmt: skip
-            parts.append(out[forced])
-            if chosen is not None and self.selection_listener is not None:
-                self.selection_listener(chosen)
-        return torch.cat(parts, dim=1)
+        y = attend(
+            q,
+            cmp,
+            sel,
+            win,
+            gates,
+            sizes,
+            scale=scale,
+            backend=self.backend,
+            ends=ends,
+            listener=listener,
+            forced=forced,
+        )
+        return y + zero_times(*cmp, *sel, *win, gates) if forced else y
 
 
 class DenseAttention(nn.Module):

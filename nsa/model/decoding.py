@@ -15,6 +15,7 @@ from nsa.kernels import blocks
 from nsa.kernels.blocks import without_autocast
 from nsa.kernels.dispatch import explain, sum_branches
 from nsa.kernels.reference import probabilities, weighted
+from nsa.kernels.triton.operators import selection_mask
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 QUERIES = 64  # at once: each gathers its own keys and values
@@ -186,7 +187,6 @@ def attend_gated(
     n_blocks = blocks.num_selection(start + q.shape[1], sizes.select_block)
     if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton":
         from nsa.kernels.triton import decoding as on_gpu
-        from nsa.kernels.triton.operators import selection_mask
 
         if on_gpu.serves(q, sel[1].shape[-1], sizes):
             y, picks = on_gpu.attend(q, cmp, sel, win, gates, start, *sizes, scale)
@@ -202,7 +202,7 @@ def attend_gated(
 def attend(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, *, scale: float, branches: tuple[Branch, ...] = BRANCHES,
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """As `dispatch.run_branches`, for queries q [B, T, H, Dk] that follow ``start`` tokens.
+    """As `dispatch.attend`, before the gated sum, for queries q [B, T, H, Dk] that follow ``start`` tokens.
 
     ``cmp`` and ``sel`` are (key, value) of all blocks and tokens, ``win`` of the last tokens, as `KVCache` returns them.
     """

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from nsa.config import Config, ConfigError, model_config
 from nsa.data.packing import Position
 from nsa.data.sources import identity
+from nsa.model.transformer import build_model
 from nsa.trace.files import write_atomically
 from nsa.training.safe_reader import SafePlanner, SafeReader
 from nsa.training.saved import (
@@ -133,8 +134,6 @@ def _disk_error(folder: Path) -> str:
 
 def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, Description]:
     """Return the model of a checkpoint (a step_* folder) on the CPU, and its description. Raises ConfigError if it is damaged."""
-    from nsa.model.transformer import build_model
-
     path = Path(path)
     refuse_damaged(path)
     described = describe(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import ConfigError, ParallelConfig
 from nsa.trace.calls.debug_level import lower_detail
@@ -149,10 +152,6 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], cap_mb: float) -
 
 def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) -> nn.Module:
     """Return ``model`` in DistributedDataParallel, with ``options``."""
-    import inspect
-
-    from torch.nn.parallel import DistributedDataParallel
-
     # torch 2.13 has renamed this option, and warns about the old name.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -174,7 +173,6 @@ def has_fsdp2(device: torch.device) -> bool:
 
 def wrap_fsdp(model: nn.Module, device: torch.device, *, bf16: bool) -> nn.Module:
     """Shard ``model`` in place: each block a unit, and the rest one."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not has_fsdp2(device):

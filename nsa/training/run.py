@@ -17,8 +17,9 @@ from types import FrameType
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
-from nsa.config import Config, ConfigError
+from nsa.config import SAFE_ENVIRONMENT, Config, ConfigError
 from nsa.data.loader import Loader
 from nsa.data.packing import Batch, Position, Source, batches
 from nsa.kernels.dispatch import explain
@@ -27,7 +28,7 @@ from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
 from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.metrics import Metrics
-from nsa.training.parallel import RankInfo, file_mark
+from nsa.training.parallel import RankInfo, choose_backend, choose_device, file_mark, join_group
 from nsa.training.saved import describe, saved_in
 from nsa.training.trainer import StepResult, Trainer
 
@@ -175,6 +176,60 @@ class Run:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._must_stop = True
+
+
+def train(
+    config: Config, ranks: tuple[int, int, int], out: str | None, source: Source, validation: Source | None,
+    resumed: Path | None, launcher: int,
+) -> int:  # fmt: skip
+    """Join the group, with ``ranks`` (rank, world size, local rank), and run the steps; returns and raises as `Run.steps`."""
+    rank, world_size, local_rank = ranks
+    position = Position() if resumed is None else describe(resumed).position
+    device = choose_device(config.train.device, local_rank)
+    backend = choose_backend(config.parallel.backend, device, world_size)
+    loader = Loader(config, source, position, rank, world_size)
+    if config.parallel.safe:
+        os.environ.update(SAFE_ENVIRONMENT)
+    if config.train.threads and device.type == "cpu":
+        torch.set_num_threads(config.train.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    info = RankInfo(rank=rank, world_size=world_size, device=device)
+    if config.parallel.mode != "none":
+        _join(backend, world_size)
+    try:
+        folder = _folder(out, info)
+        with traces_logged(folder, rank):
+            return Run(config, info, loader, folder, resumed, launcher, validation).steps()
+    finally:
+        loader.close()
+        if config.parallel.mode != "none":
+            dist.destroy_process_group()
+
+
+def _join(backend: str, world_size: int) -> None:
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        join_group(backend)
+
+
+def _folder(out: str | None, info: RankInfo) -> Path:
+    """Return the run's folder, the same on all ranks: rank 0's clock names it."""
+    if out:
+        folder = Path(out)
+    else:
+        stamp = torch.tensor([int(time.time())], device=info.device)
+        if info.world_size > 1:
+            dist.broadcast(stamp, src=0)
+        folder = Path("artifacts") / time.strftime("train_%Y%m%d_%H%M%S", time.localtime(stamp.item()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(folder)!r}: cannot be made ({error.strerror}); give a folder that can be written"
+        ) from None
+    return folder
 
 
 def held_out(source: Source, config: Config, ranks: RankInfo) -> list[Batch]:

@@ -302,9 +302,8 @@ class RankRunner:
         self._announce(f"{verdict.nodeid}: runs once more, {limit:.0f} s at most, to find where its ranks part")
         from pytest_nsa.diagnosis.divergence import FILE, compare_runs  # not before the first failure
 
-        tried = Variation(label=FLOW, flow=True, seed=evidence.job.seed)
         try:
-            again, second = run(limit, tried)
+            again, second = run(limit, Variation(label=FLOW, flow=True, seed=evidence.job.seed))
             changed = compare_runs(verdict, evidence, second, again)
         except (OSError, LaunchError):  # the failure has its verdict already
             return verdict

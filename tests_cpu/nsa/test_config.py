@@ -96,6 +96,7 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train: [1]\n", "section 'train' must hold key: value pairs"),
         ("- a\n", "must hold sections"),
         ("model: {dim: [\n", "not valid YAML"),
+        (f"model: {'[' * 3000}", "nested too deeply"),
     ],
 )
 def test_bad_file(tmp_path: Path, text: str, message: str) -> None:

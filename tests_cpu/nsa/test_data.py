@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from nsa.config import Config, ConfigError, load_config
 from nsa.data import Position, batches, open_source
-from nsa.data.documents import ParquetDocuments, Place, check_parquet
+from nsa.data.documents import Place
 from nsa.data.loader import Loader
 from nsa.data.packing import PackedSource
+from nsa.data.parquet import ParquetDocuments, check_parquet
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -51,6 +51,12 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], way: object = "") -> None:
+    for name, gradient in found.items():
+        error = (gradient - expected[name]).norm() / expected[name].norm()
+        assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e}, {way}"
+
+
 @pytest.fixture
 def selections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with each selection of blocks."""
@@ -95,9 +101,7 @@ def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: 
     for way in that_run(ways):
         losses, trainer = train(configured(**way), ranks, artifacts)
         assert losses == pytest.approx(truth, rel=TOLERANCE), way
-        for name, gradient in gradients(trainer).items():
-            error = (gradient - expected[name]).norm() / expected[name].norm()
-            assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e} after {STEPS} steps, {way}"
+        assert_near(gradients(trainer), expected, way)
 
 
 SLOW_MODES = [
@@ -213,8 +217,7 @@ def test_a_step_that_is_compiled_whole(
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(steps / 20 * 1e-3)
     (truth, expected, _), (whole, compiled_gradients, selected) = found["none"], found["step"]
     assert whole == pytest.approx(truth, rel=TOLERANCE)
-    for name, gradient in compiled_gradients.items():
-        assert (gradient - expected[name]).norm() < 100 * TOLERANCE * expected[name].norm(), name
+    assert_near(compiled_gradients, expected)
     assert selected == 2 * steps  # once per layer and micro-step: recomputation keeps the selection in a graph, too
 
 
@@ -239,8 +242,7 @@ def test_a_step_compiled_by_inductor_has_the_gradients_of_a_plain_one(tmp_path: 
         found[way] = losses, gradients(trainer)
     (truth, expected), (losses, compiled) = found["none"], found["step"]
     assert losses == pytest.approx(truth, rel=TOLERANCE)
-    for name, gradient in compiled.items():
-        assert (gradient - expected[name]).norm() < 100 * TOLERANCE * expected[name].norm(), name
+    assert_near(compiled, expected)
 
 
 def test_a_cuda_graph_needs_a_gpu(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from nsa.config import ConfigError, load_config
 from nsa.data import open_source
-from nsa.data.documents import FileDocuments, ParquetDocuments, Place, ShuffledDocuments, files_of
+from nsa.data.documents import FileDocuments, Place, ShuffledDocuments, files_of
 from nsa.data.packing import PackedSource, Position
+from nsa.data.parquet import ParquetDocuments
 from nsa.data.plain import PlainDocuments
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
@@ -69,10 +70,12 @@ def test_lines_that_cannot_be_read_are_bad_rows(tmp_path: Path) -> None:
         ("a.jsonl", b'{"content": "x"}\n', "line 1 is no JSON object with 'text'"),
         ("a.parquet", b"{}", "not a whole parquet file"),
         ("a.py", b"x = 1\0", "is not text; give parquet, JSON lines"),
+        ("", b"", "no parquet, JSON lines or text in this folder"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
+    if name:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as error:
         open_source(load_config(TINY, **{"data.dataset": str(tmp_path / name)}))
     assert len(str(error.value).splitlines()) == 1
@@ -129,8 +132,3 @@ def test_shuffled_documents_follow_from_seed_and_pass(tmp_path: Path, kind: str)
     assert len({tuple(one) for one in orders}) == 3
     whole = read(1, Place())
     assert read(1, whole[-2][0]) == whole[-2:]  # from the middle on, as a resumed run reads
-
-
-def test_a_folder_without_data_names_what_may_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no parquet, JSON lines or text in this folder"):
-        open_source(load_config(TINY, **{"data.dataset": str(tmp_path)}))

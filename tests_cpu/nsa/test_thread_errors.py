@@ -1,16 +1,19 @@
-"""What threads beside the main one raise is recorded: as it is raised, and, of a future, that somebody asked."""
+"""Threads: what they raise is recorded, and, of a future, that somebody asked; which ones would keep a process from ending."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 
 from nsa.trace.stall.thread_errors import MOST, forget_thread_errors, report_thread_errors
+from nsa.trace.stall.threads import lasting_threads
 
 
 class Recorded:
@@ -82,3 +85,17 @@ def test_a_pool_that_fails_for_ever_fills_no_disk(recorded: Recorded) -> None:
     for _ in range(MOST + 50):
         Future[None]().set_exception(OSError("again"))
     assert len(recorded.raised) == MOST
+
+
+def test_the_manager_of_a_pool_lasts_while_work_is_pending() -> None:
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
+    assert pool.submit(int, "1").result() == 1
+    manager = pool._executor_manager_thread
+    while manager.pending_work_items:  # it removes an item after the result is set
+        time.sleep(0.001)
+    assert manager not in lasting_threads()
+    pool.submit(time.sleep, 1000)
+    assert manager in lasting_threads()
+    for process in pool._processes.values():
+        process.kill()
+    manager.join()

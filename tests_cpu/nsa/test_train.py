@@ -159,20 +159,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--config", TINY, "--resume", "gone"],
-        ["--config", TINY, "--resume", "auto"],
-        ["--config", TINY, "--dataset", "nowhere.parquet"],
-        ["--config", TINY, "--set", "train.lr=abc"],
-    ],
-)
-def test_what_needs_no_torch_is_refused_before_torch_is_imported(arguments: list[str], tmp_path: Path) -> None:
-    code = f"import sys; from nsa import train; print(train.main({arguments!r}), 'torch' in sys.modules)"
+def test_what_needs_no_torch_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    given = ("--resume", "gone"), ("--resume", "auto"), ("--dataset", "nowhere.parquet"), ("--set", "train.lr=abc")
+    commands = [["--config", TINY, *words] for words in given]
+    code = f"import sys; from nsa import train; print([train.main(c) for c in {commands}], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "2 False"
-    assert done.stderr.startswith("error: ")
+    assert done.stdout.splitlines()[-1] == "[2, 2, 2, 2] False"
+    assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * 4
 
 
 def test_ranks_that_would_train_apart_are_refused(
@@ -259,3 +252,26 @@ def test_an_address_that_cannot_be_used_is_named_in_a_line(warm: WarmPython, add
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("nsa.config.ConfigError: ")
     assert says in last
+
+
+@pytest.mark.parametrize("name", ["traces.log", "gate_health.jsonl", "metrics.jsonl"])
+def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, run: Run, name: str) -> None:
+    """A full disk at the start and after a step (/dev/full refuses each write as one does), and a folder in a file's place."""
+    path = tmp_path / name
+    full, is_folder = f"No space left on device: the results in {tmp_path}", name == "metrics.jsonl"
+    path.mkdir() if is_folder else path.symlink_to("/dev/full")
+    code, _, errors = run("--steps", "2", "--out", str(tmp_path))
+    assert code == 2, errors
+    assert errors.startswith(f"error: {f'Is a directory: {path}' if is_folder else full} cannot be written; ")
+    assert len(errors.splitlines()) == 1
+
+
+def test_output_that_nobody_reads_ends_the_training_in_one_line(tmp_path: Path, warm: WarmPython) -> None:
+    command = ("-m", "nsa.train", "--config", TINY, "--steps", "2", "--out", str(tmp_path))
+    with warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as training:
+        assert training.stdout is not None
+        assert training.stderr is not None
+        training.stdout.close()
+        errors = training.stderr.read()
+    assert training.returncode == 130, errors
+    assert len(errors.splitlines()) == 1

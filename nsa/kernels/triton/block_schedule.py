@@ -17,15 +17,13 @@ from nsa.kernels.triton.launch import (
     LOG2E,
     can_describe,
     descriptors,
-    head_dims,
     launch,
     meta,
-    of_keys_alone,
     rows_for,
 )
 from nsa.kernels.triton.selection_schedule import LEAST_PAD, Selection
 from nsa.kernels.triton.sequences import Range, Sequences
-from nsa.kernels.triton.tiles import tile
+from nsa.kernels.triton.tiles import tile, widths
 
 
 class Steps(NamedTuple):
@@ -65,7 +63,7 @@ def block_importance(
         selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, A=a, R=r, h=h, BM=bm, BN=t.bn,
         BJ=max(16, triton.next_power_of_2(steps.blocks)), STEP=steps.blocks, INNER=steps.tiles, CLEAR=steps.is_clear,
         NQ=max(16, triton.next_power_of_2(bm // h)), TMA=by_tma, PACKED=at.table is not None,
-        **of_keys_alone(head_dims(q.shape[-1], d_v, q.dtype)), **meta(t),
+        DK=widths(q.shape[-1]), **meta(t),
     )  # fmt: skip
 
 

@@ -91,10 +91,9 @@ def strided_forward(
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
         strided.strided_forward, (triton.cdiv(sequences.longest, bm // h) * sequences.count * G,), q, q, k, v,
-        *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), out, lse, *sequence_arguments(sequences, q, k),
-        places.window, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=H // G, BM=bm, BN=t.bn, LOOPS=t.loops,
-        WINDOWED=places.is_window, TMA=by_tma, PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype),
-        **meta(t),
+        *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), out, lse, *sequence_arguments(sequences, q, k), places.window,
+        scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=H // G, BM=bm, BN=t.bn, LOOPS=t.loops,
+        WINDOWED=places.is_window, TMA=by_tma, PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1]), **meta(t),
     )  # fmt: skip
 
 
@@ -111,7 +110,7 @@ def strided_dq(
         *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), grad, *rows, dq,
         *sequence_arguments(sequences, q, k), places.window, scale * LOG2E, scale, STRIDE=places.stride, OFFSET=places.offset,
         h=h, BM=bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window, ADD=add, TMA=by_tma,
-        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
+        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1]), **meta(t),
     )  # fmt: skip
 
 
@@ -132,13 +131,13 @@ def strided_dkv(
         strided_backward.strided_dkv, (tiles_of_keys, segments), q, q, k, v, grad, *rows, *parts,
         *sequence_arguments(sequences, q, k), places.window, segment, len(k), scale * LOG2E, scale, STRIDE=places.stride,
         OFFSET=places.offset, h=h, BM=t.bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window,
-        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
+        PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1]), **meta(t),
     )  # fmt: skip
     if segments > 1:
         keys = len(k) * G
         launch(
-            strided_backward.sum_segments, (triton.cdiv(keys, 16),), q, *parts, dk, dv, keys, segments, DK=k.shape[-1],
-            PK=widths(k.shape[-1]).whole, DV=v.shape[-1], PV=widths(v.shape[-1]).whole, BR=16, num_warps=4,
+            strided_backward.sum_segments, (triton.cdiv(keys, 16),), q, *parts, dk, dv, keys, segments,
+            DK=widths(k.shape[-1]), DV=widths(v.shape[-1]), BR=16, num_warps=4,
         )  # fmt: skip
     return dk, dv
 
@@ -163,7 +162,7 @@ def gates_backward(
     rows, part = delta[0].numel(), widths(grad.shape[-1])
     launch(
         gate_kernels.gates_backward, (triton.cdiv(rows, 32),), grad, grad, *outputs, gates, lse, d_gates, delta, gated, rows,
-        D=part.d, D0=part.d0, D1=part.d1, BLOCK=32, num_warps=4,
+        D=part, BLOCK=32, num_warps=4,
     )  # fmt: skip
     return d_gates, Rows(gated, delta)
 
@@ -173,6 +172,6 @@ def row_sums(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Rows:
     delta, gated, part = torch.empty_like(lse), torch.empty_like(lse), widths(grad.shape[-1])
     launch(
         gate_kernels.row_sums, (triton.cdiv(delta.numel(), 32),), grad, grad, out, lse, delta, gated, delta.numel(),
-        D=part.d, D0=part.d0, D1=part.d1, BLOCK=32, num_warps=4,
+        D=part, BLOCK=32, num_warps=4,
     )  # fmt: skip
     return Rows(gated, delta)

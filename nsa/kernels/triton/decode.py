@@ -21,21 +21,30 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.pick_blocks import pick_best, write_picks
-from nsa.kernels.triton.rows import LENGTHS, add_product, load_two, product, store_two, zeros_two
+from nsa.kernels.triton.rows import (
+    LENGTHS,
+    add_product,
+    add_two,
+    divide_two,
+    load_two,
+    product,
+    scale_two,
+    store_two,
+    zeros_two,
+)
 
 HEADS = tl.constexpr(16)  # merged at once: more take too many registers
 
 
 @triton.jit
 def _scan(
-    q0, q1, t, there, row, at_k, at_v, first, tiles, N, stride, offset, window, qk, out, PART, PART_LSE, SCORES, TOPS, tiles_at,
-    rows, A, R,
-    STEP: tl.constexpr, BJ: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
-    E0: tl.constexpr, E1: tl.constexpr, G_DK: tl.constexpr, G_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SCORED: tl.constexpr, PRECISION: tl.constexpr,
+    q, t, there, row, at_k, at_v, first, tiles, N, stride, offset, window, qk, out, PART, PART_LSE, SCORES, TOPS, tiles_at, rows, A,
+    R,
+    STEP: tl.constexpr, BJ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, G_DK: tl.constexpr, G_DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles ``first`` ... of keys; key n ends at token n * stride + offset. Where SCORED, a tile is STEP blocks."""
-    acc0, acc1 = zeros_two(BM, E0, E1)
+    acc = zeros_two(BM, DV)
     total = tl.zeros([BM], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     for number in range(first, first + tiles):
@@ -47,11 +56,11 @@ def _scan(
             n = number * BN + tl.arange(0, BN)
             mine = n >= 0
         inside = (n >= 0) & (n < N)
-        k0, k1 = load_two(at_k, n.to(tl.int64) * G_DK, inside, DK, D0, D1, True)
-        v0, v1 = load_two(at_v, n.to(tl.int64) * G_DV, inside, DV, E0, E1, True)
+        k = load_two(at_k, n.to(tl.int64) * G_DK, inside, DK, True)
+        v = load_two(at_v, n.to(tl.int64) * G_DV, inside, DV, True)
         token = n * stride + offset
         seen = inside[None, :] & (token[None, :] <= t[:, None]) & (t[:, None] - token[None, :] < window)
-        s = tl.where(seen, product(q0, q1, k0, k1, D1, PRECISION) * qk, float("-inf"))
+        s = tl.where(seen, product(q, k) * qk, float("-inf"))
         if SCORED:
             of_tile = tl.max(s, 1)
             finite = tl.where(of_tile == float("-inf"), 0.0, of_tile)
@@ -69,17 +78,11 @@ def _scan(
         p = tl.exp2(s - finite[:, None])
         shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(p, 1)
-        acc0 = acc0 * shrink[:, None]
-        if E1 > 0:
-            acc1 = acc1 * shrink[:, None]
-        acc0, acc1 = add_product(p.to(v0.dtype), v0, v1, acc0, acc1, E1, PRECISION)
+        acc = add_product(p.to(v[0].dtype), v, scale_two(acc, shrink[:, None]))
         top = new_top
     some = tl.where(total > 0, total, 1.0)
-    acc0 = acc0 / some[:, None]
-    if E1 > 0:
-        acc1 = acc1 / some[:, None]
     at = (out * rows + row).to(tl.int64)
-    store_two(PART, at * DV, there, acc0, acc1, DV, E0, E1)
+    store_two(PART, at * DV.d, there, divide_two(acc, some[:, None]), DV)
     tl.store(PART_LSE + at, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=there)
 
 
@@ -88,8 +91,7 @@ def scan_keys(
     Q, K_CMP, V_CMP, K_WIN, V_WIN, PART, PART_LSE, SCORES, TOPS, ARRIVED, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles,
     cmp_programs, win_programs, each, parts, k_cmp_stride, v_cmp_stride, k_win_stride, v_win_stride, window, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr,
-    BJ: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    BJ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Attend to ``each`` tiles of compressed keys, or of the window's. Grid (cmp_programs + win_programs, T * h / BM, B * G)."""
     pid, bg = tl.program_id(0), tl.program_id(2)
@@ -99,25 +101,23 @@ def scan_keys(
     there = row < rows
     t = start + row // h
     at_q = ((b * T + row // h) * H + g * h + row % h).to(tl.int64)
-    q0, q1 = load_two(Q, at_q * DK, there, DK, D0, D1, True)
+    q = load_two(Q, at_q * DK.d, there, DK, True)
     out = bg * parts + pid
     if pid == 0:
         tl.store(ARRIVED + bg * T + row // h, 0, mask=there & (row % h == 0))
     if pid < cmp_programs:
         first = pid * each
-        at_k, at_v = K_CMP + b.to(tl.int64) * k_cmp_stride + g * DK, V_CMP + b.to(tl.int64) * v_cmp_stride + g * DV
+        at_k, at_v = K_CMP + b.to(tl.int64) * k_cmp_stride + g * DK.d, V_CMP + b.to(tl.int64) * v_cmp_stride + g * DV.d
         _scan(
-            q0, q1, t, there, row, at_k, at_v, first, tl.minimum(each, cmp_tiles - first), n_cmp, STRIDE, OFFSET, 1 << 30,
-            qk, out, PART, PART_LSE, SCORES, TOPS, bg * cmp_tiles * rows, rows, A, R, STEP, BJ, DK, D0, D1, DV, E0, E1,
-            GROUPS * DK, GROUPS * DV, BM, BN, True, PRECISION,
+            q, t, there, row, at_k, at_v, first, tl.minimum(each, cmp_tiles - first), n_cmp, STRIDE, OFFSET, 1 << 30, qk, out, PART,
+            PART_LSE, SCORES, TOPS, bg * cmp_tiles * rows, rows, A, R, STEP, BJ, DK, DV, GROUPS * DK.d, GROUPS * DV.d, BM, BN, True,
         )  # fmt: skip
     else:
         first = (pid - cmp_programs) * each
-        at_k, at_v = K_WIN + b.to(tl.int64) * k_win_stride + g * DK, V_WIN + b.to(tl.int64) * v_win_stride + g * DV
+        at_k, at_v = K_WIN + b.to(tl.int64) * k_win_stride + g * DK.d, V_WIN + b.to(tl.int64) * v_win_stride + g * DV.d
         _scan(
-            q0, q1, t, there, row, at_k, at_v, first, tl.minimum(each, win_tiles - first), n_win, 1, start + T - n_win, window,
-            qk, out, PART, PART_LSE, SCORES, TOPS, 0, rows, A, R, STEP, BJ, DK, D0, D1, DV, E0, E1, GROUPS * DK,
-            GROUPS * DV, BM, BN, False, PRECISION,
+            q, t, there, row, at_k, at_v, first, tl.minimum(each, win_tiles - first), n_win, 1, start + T - n_win, window, qk, out,
+            PART, PART_LSE, SCORES, TOPS, 0, rows, A, R, STEP, BJ, DK, DV, GROUPS * DK.d, GROUPS * DV.d, BM, BN, False,
         )  # fmt: skip
 
 
@@ -152,9 +152,8 @@ def _pick(
 @triton.jit
 def _read(
     Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
-    L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Attend with the heads of a group, for new token i, to sub-block ``part`` % SUB of block j; to nothing where j is -1."""
     b, g = bg // G, bg % G
@@ -165,23 +164,19 @@ def _read(
     n = tl.where(j >= 0, n, t + 1)  # of no pick, keys that the token does not see
     seen = (n < (j + 1) * L_SEL) & (n <= t)
     at_q = ((b * T + i) * H + g * h + head).to(tl.int64)
-    q0, q1 = load_two(Q, at_q * DK, there, DK, D0, D1, True)
+    q = load_two(Q, at_q * DK.d, there, DK, True)
     at = n.to(tl.int64)
-    k0, k1 = load_two(K + b.to(tl.int64) * k_stride + g * DK, at * (GROUPS * DK), seen, DK, D0, D1, True)
-    v0, v1 = load_two(V + b.to(tl.int64) * v_stride + g * DV, at * (GROUPS * DV), seen, DV, E0, E1, True)
-    s = tl.where(seen[None, :], product(q0, q1, k0, k1, D1, PRECISION) * qk, float("-inf"))
+    k = load_two(K + b.to(tl.int64) * k_stride + g * DK.d, at * (GROUPS * DK.d), seen, DK, True)
+    v = load_two(V + b.to(tl.int64) * v_stride + g * DV.d, at * (GROUPS * DV.d), seen, DV, True)
+    s = tl.where(seen[None, :], product(q, k) * qk, float("-inf"))
     top = tl.max(s, 1)
     finite = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(s - finite[:, None])
     total = tl.sum(p, 1)
     some = tl.where(total > 0, total, 1.0)
-    o0, o1 = zeros_two(BM, E0, E1)
-    o0, o1 = add_product(p.to(v0.dtype), v0, v1, o0, o1, E1, PRECISION)
-    o0 = o0 / some[:, None]
-    if E1 > 0:
-        o1 = o1 / some[:, None]
+    o = divide_two(add_product(p.to(v[0].dtype), v, zeros_two(BM, DV)), some[:, None])
     place = (bg * parts + first_part + part).to(tl.int64) * (T * h) + i * h + head
-    store_two(PART, place * DV, there, o0, o1, DV, E0, E1)
+    store_two(PART, place * DV.d, there, o, DV)
     tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)
 
 
@@ -199,9 +194,9 @@ def _gated_share(lse, mine, gate):
 @triton.jit
 def _merge(
     PART, PART_LSE, GATES, at, base, row, rows, first_win, first_sel, end,
-    DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
+    DV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Return the gated sum [PV] of parts 0 ... end of a row, at most NP, BP at a time: compression, window, selection."""
+    """Return the gated sum [DV.whole] of parts 0 ... end of a row, at most NP, BP at a time: compression, window, selection."""
     part = tl.arange(0, NP)
     lse = tl.load(PART_LSE + (base + part) * rows + row, mask=part < end, other=float("-inf"))
     is_cmp, is_sel = part < first_win, part >= first_sel
@@ -210,13 +205,15 @@ def _merge(
     top_win, of_win = _gated_share(
         lse, (part >= first_win) & (part < first_sel), tl.load(GATES + at * 3 + 2).to(tl.float32)
     )
+    PV: tl.constexpr = DV.whole
     column = tl.arange(0, PV)
     total = tl.zeros([PV], tl.float32)
     for first in range(0, end, BP):
         p = first + tl.arange(0, BP)
         place = (base + p) * rows + row
         x = tl.load(
-            PART + place.to(tl.int64)[:, None] * DV + column[None, :], mask=(p < end)[:, None] & (column < DV)[None, :], other=0.0
+            PART + place.to(tl.int64)[:, None] * DV.d + column[None, :], mask=(p < end)[:, None] & (column < DV.d)[None, :],
+            other=0.0,
         )  # fmt: skip
         some = tl.load(PART_LSE + place, mask=p < end, other=float("-inf"))
         top = tl.where(p < first_win, top_cmp, tl.where(p < first_sel, top_win, top_sel))
@@ -229,7 +226,7 @@ def _merge(
 @triton.jit
 def _finish(
     PART, PART_LSE, GATES, SCANNED, OUT, at, base, row, rows, PARTS: tl.constexpr, h: tl.constexpr, DV: tl.constexpr,
-    E0: tl.constexpr, E1: tl.constexpr, NS: tl.constexpr,
+    NS: tl.constexpr,
 ):  # fmt: skip
     """Store SCANNED and the gated selected branch, PARTS parts from ``base`` on, as OUT, for all heads of a token and group."""
     part = tl.arange(0, NS)
@@ -242,19 +239,14 @@ def _finish(
         )  # fmt: skip
         gate = tl.load(GATES + (at + head) * 3 + 1, mask=there, other=0.0).to(tl.float32)
         top, share = _gated_share(lse, part[:, None] < PARTS, gate)
-        acc0, acc1 = zeros_two(HEADS, E0, E1)
+        acc = zeros_two(HEADS, DV)
         for p in tl.range(0, PARTS, loop_unroll_factor=4):
             place = (base + p).to(tl.int64) * rows + row + head
-            x0, x1 = load_two(PART, place * DV, there, DV, E0, E1, True)
+            x = load_two(PART, place * DV.d, there, DV, True)
             weight = tl.exp2(tl.load(PART_LSE + place, mask=there, other=float("-inf")) - top)[:, None]
-            acc0 += x0 * weight
-            if E1 > 0:
-                acc1 += x1 * weight
-        y0, y1 = load_two(SCANNED, (at + head) * DV, there, DV, E0, E1, True)
-        y0 += acc0 * share[:, None]
-        if E1 > 0:
-            y1 += acc1 * share[:, None]
-        store_two(OUT, (at + head) * DV, there, y0, y1, DV, E0, E1)
+            acc = add_two(acc, x, weight)
+        y = load_two(SCANNED, (at + head) * DV.d, there, DV, True)
+        store_two(OUT, (at + head) * DV.d, there, add_two(y, acc, share[:, None]), DV)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -275,33 +267,32 @@ def pick_blocks(
 @triton.jit(do_not_specialize=LENGTHS)
 def read_blocks(
     Q, K, V, PICKS, PART, PART_LSE, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
-    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Attend with the heads of a group, for a new token, to a sub-block that it picked. Grid (n * SUB, T, B * G)."""
     part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j = tl.load(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel + part // SUB)
     _read(
-        Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, D0,
-        D1, DV, E0, E1, GROUPS, BM, BN, PRECISION,
+        Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, DV,
+        GROUPS, BM, BN,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def sum_parts(
     PART, PART_LSE, GATES, OUT, T, H, G, first_win, first_sel, parts,
-    h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
+    h: tl.constexpr, DV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Merge and gate all parts of a head of a new token. Grid (B * T, H)."""
     token, head = tl.program_id(0), tl.program_id(1)
     base = (token // T * G + head // h) * parts
     at = (token * H + head).to(tl.int64)
     total = _merge(
-        PART, PART_LSE, GATES, at, base, token % T * h + head % h, T * h, first_win, first_sel, parts, DV, PV, NP, BP
+        PART, PART_LSE, GATES, at, base, token % T * h + head % h, T * h, first_win, first_sel, parts, DV, NP, BP
     )
-    column = tl.arange(0, PV)
-    tl.store(OUT + at * DV + column, total.to(OUT.dtype.element_ty), mask=column < DV)
+    column = tl.arange(0, DV.whole)
+    tl.store(OUT + at * DV.d + column, total.to(OUT.dtype.element_ty), mask=column < DV.d)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -309,25 +300,24 @@ def pick_and_read(
     Q, K, V, GATES, PART, PART_LSE, SCORES, TOPS, PICKS, SCANNED, ARRIVED, OUT, T, H, G, start, cmp_tiles, cmp_programs, n_blocks,
     first_part, parts, k_stride, v_stride, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr,
-    BJ: tl.constexpr, PAD: tl.constexpr, PP: tl.constexpr, HB: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr,
-    NS: tl.constexpr, BP: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    BJ: tl.constexpr, PAD: tl.constexpr, PP: tl.constexpr, HB: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, NP: tl.constexpr,
+    NS: tl.constexpr, BP: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Do what `pick_blocks`, `read_blocks` and `sum_parts` do, a program per sub-block. Grid (n * SUB, T, B * G).
 
-    SCANNED float32 [B, T, H, DV] takes the gated sum of what `scan_keys` left, and ARRIVED int32 [B * G, T], which that kernel
+    SCANNED float32 [B, T, H, Dv] takes the gated sum of what `scan_keys` left, and ARRIVED int32 [B * G, T], which that kernel
     sets to 0, counts programs.
     """
     part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, g, rows = bg // G * T + i, bg % G, T * h
-    column = tl.arange(0, PV)
+    column = tl.arange(0, DV.whole)
     # Heads part, part + n * SUB, ...: also where there are fewer heads than programs.
     for head in range(part, h, n_sel * SUB):
         at = (token * H + g * h + head).to(tl.int64)
         total = _merge(  # none of the selected branch yet
-            PART, PART_LSE, GATES, at, bg * parts, i * h + head, rows, cmp_programs, first_part, first_part, DV, PV, NP, BP
+            PART, PART_LSE, GATES, at, bg * parts, i * h + head, rows, cmp_programs, first_part, first_part, DV, NP, BP
         )  # fmt: skip
-        tl.store(SCANNED + at * DV + column, total, mask=column < DV)
+        tl.store(SCANNED + at * DV.d + column, total, mask=column < DV.d)
     chosen = _pick(
         PART_LSE, SCORES, TOPS, i, bg, T, start, cmp_tiles, cmp_programs, parts, n_blocks, n_sel, L_SEL, LOCAL, h, STEP, BJ, PAD,
         PP, HB,
@@ -338,12 +328,12 @@ def pick_and_read(
     mine = (tl.cumsum(chosen, 0) == part // SUB + 1) & (chosen > 0)
     j = tl.max(tl.where(mine, tl.arange(0, PAD), -1), 0)
     _read(
-        Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, D0,
-        D1, DV, E0, E1, GROUPS, BM, BN, PRECISION,
+        Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, DV,
+        GROUPS, BM, BN,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have stored before one counts the program
     if tl.atomic_add(ARRIVED + bg * T + i, 1, sem="acq_rel", scope="gpu") == n_sel * SUB - 1:
         _finish(
             PART, PART_LSE, GATES, SCANNED, OUT, (token * H + g * h).to(tl.int64), bg * parts + first_part, i * h, rows,
-            n_sel * SUB, h, DV, E0, E1, NS,
+            n_sel * SUB, h, DV, NS,
         )  # fmt: skip

@@ -11,7 +11,6 @@ from nsa.kernels.triton.block_schedule import steps_of
 from nsa.kernels.triton.branches import Pair
 from nsa.kernels.triton.launch import LOG2E, head_dims, launch
 from nsa.kernels.triton.selection_schedule import Selection
-from nsa.kernels.triton.tiles import widths
 from nsa.sizes import Sizes
 
 MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
@@ -67,7 +66,7 @@ def attend(
     picks = q.new_empty(B * T, G, selection.n_sel, dtype=torch.int32)
     arrived = q.new_empty(B * G, T, dtype=torch.int32)
     out = q.new_empty(B, T, H, d_v)
-    dims, bm = head_dims(d_k, d_v, q.dtype), max(16, min(64, triton.next_power_of_2(rows)))
+    dims, bm = head_dims(d_k, d_v), max(16, min(64, triton.next_power_of_2(rows)))
     first_part = cmp_programs + win_programs
     launch(
         decode.scan_keys, (first_part, triton.cdiv(rows, bm), B * G), q, q, *cmp, *win, part, part_lse, scores, tops, arrived, T, H,
@@ -82,7 +81,7 @@ def attend(
         "PP": max(16, triton.next_power_of_2(cmp_programs)), "HB": max(1, min(triton.next_power_of_2(h), MOST_SCORES // pad)),
     }  # fmt: skip
     to_read = dims | {"GROUPS": G, "BM": max(16, triton.next_power_of_2(h)), "BN": selection.sub_block}
-    to_merge = {"PV": widths(d_v).whole, "BP": 64}
+    to_merge = {"BP": 64}
     warps = 8 if pad > 512 else 4
     if selection.parts * T * B * G * warps <= AT_ONCE:
         scanned = q.new_empty(B, T, H, d_v, dtype=torch.float32)
@@ -103,8 +102,8 @@ def attend(
         sel[0].stride(0), sel[1].stride(0), scale * LOG2E, **selection.settings(), h=h, **to_read, num_warps=4, num_stages=1,
     )  # fmt: skip
     launch(
-        decode.sum_parts, (B * T, H), q, part, part_lse, gates, out, T, H, G, cmp_programs, first_part, parts, h=h, DV=d_v,
-        **to_merge, NP=max(128, triton.next_power_of_2(parts)), num_warps=4,
+        decode.sum_parts, (B * T, H), q, part, part_lse, gates, out, T, H, G, cmp_programs, first_part, parts, h=h,
+        DV=dims["DV"], **to_merge, NP=max(128, triton.next_power_of_2(parts)), num_warps=4,
     )  # fmt: skip
     return out, picks
 

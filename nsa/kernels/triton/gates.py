@@ -18,35 +18,31 @@ from nsa.kernels.triton.rows import LENGTHS, load_lse, load_two
 
 
 @triton.jit
-def _row_sums(x0, x1, A, at, there, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    a0, a1 = load_two(A, at, there, D, D0, D1, True)
-    total = tl.sum(x0 * a0.to(tl.float32), 1)
-    if D1 > 0:
-        total += tl.sum(x1 * a1.to(tl.float32), 1)
+def _row_sums(x, A, at, there, D: tl.constexpr):
+    a = load_two(A, at, there, D, True)
+    total = tl.sum(x[0].to(tl.float32) * a[0].to(tl.float32), 1)
+    if D.d1 > 0:
+        total += tl.sum(x[1].to(tl.float32) * a[1].to(tl.float32), 1)
     return total
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def gates_backward(
     GRAD, O_CMP, O_SEL, O_WIN, GATES, LSE, D_GATES, DELTA, GATED_LSE, rows,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write gradients of the gates, delta and gated log-sum-exp of the three branches. Grid (rows / BLOCK,)."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = r < rows
-    x0, x1 = load_two(GRAD, r * D, there, D, D0, D1, True)
-    x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
-    _of_branch(x0, x1, O_CMP, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 0, D, D0, D1)
-    _of_branch(x0, x1, O_SEL, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 1, D, D0, D1)
-    _of_branch(x0, x1, O_WIN, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 2, D, D0, D1)
+    x = load_two(GRAD, r * D.d, there, D, True)
+    _of_branch(x, O_CMP, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 0, D)
+    _of_branch(x, O_SEL, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 1, D)
+    _of_branch(x, O_WIN, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 2, D)
 
 
 @triton.jit
-def _of_branch(
-    x0, x1, O, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, BRANCH: tl.constexpr, D: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr,
-):  # fmt: skip
-    total = _row_sums(x0, x1, O, r * D, there, D, D0, D1)
+def _of_branch(x, O, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, BRANCH: tl.constexpr, D: tl.constexpr):
+    total = _row_sums(x, O, r * D.d, there, D)
     tl.store(D_GATES + r * 3 + BRANCH, total.to(D_GATES.dtype.element_ty), mask=there)
     at = BRANCH * rows + r
     tl.store(DELTA + at, total, mask=there)
@@ -57,12 +53,10 @@ def _of_branch(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def row_sums(
-    GRAD, O, LSE, DELTA, GATED_LSE, rows, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr
-):
+def row_sums(GRAD, O, LSE, DELTA, GATED_LSE, rows, D: tl.constexpr, BLOCK: tl.constexpr):
     """Write delta of a branch that has no gate, and its log-sum-exp as the others' are. Grid (rows / BLOCK,)."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = r < rows
-    x0, x1 = load_two(GRAD, r * D, there, D, D0, D1, True)
-    tl.store(DELTA + r, _row_sums(x0.to(tl.float32), x1.to(tl.float32), O, r * D, there, D, D0, D1), mask=there)
+    x = load_two(GRAD, r * D.d, there, D, True)
+    tl.store(DELTA + r, _row_sums(x, O, r * D.d, there, D), mask=there)
     tl.store(GATED_LSE + r, load_lse(LSE, r, there), mask=there)

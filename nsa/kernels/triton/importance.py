@@ -14,7 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import LENGTHS, keys_of, load_lse, load_two, product, queries_of, tokens_of, visible_keys
+from nsa.kernels.triton.rows import (
+    LENGTHS,
+    bounds_of,
+    keys_of,
+    load_described,
+    load_lse,
+    load_two,
+    product,
+    queries_of,
+    rows_of_tile,
+    tokens_of,
+    visible_keys,
+)
 
 # Probabilities are scaled by 2^SHIFT, so that small ones keep their digits in float16; 64 heads of 1 stay below its largest number.
 SHIFT = tl.constexpr(8.0)
@@ -22,35 +34,31 @@ SHIFT = tl.constexpr(8.0)
 
 @triton.jit
 def _block_scores(
-    q0, q1, lse, heads_of, found, n0, j, at_k, KD0, KD1, row, column, t, N, k_stride, qk,
-    STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, lse, heads_of, found, n0, j, at_k, KD0, KD1, row, column, t, N, k_stride, qk,
+    STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     n = n0 + tl.arange(0, BN)
     if TMA:
-        k0 = KD0.load([row + n0, column])
-        if D1 > 0:
-            k1 = KD1.load([row + n0, column + D0])
-        else:
-            k1 = k0
+        k = load_described(KD0, KD1, row + n0, column, DK)
     else:
-        k0, k1 = load_two(at_k, n * k_stride, (n >= 0) & (n < N), DK, D0, D1, MASKED)
-    p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * qk - lse[None, :])
+        k = load_two(at_k, n * k_stride, (n >= 0) & (n < N), DK, MASKED)
+    p = tl.exp2(product(k, q) * qk - lse[None, :])
     if MASKED:
         seen = (n * STRIDE + OFFSET)[:, None] <= t[None, :]
         p = tl.where(seen & ((n >= 0) & (n < N))[:, None], p, 0.0)
-    summed = tl.dot(p.to(heads_of.dtype), heads_of, input_precision=PRECISION)  # over the heads: [BN, queries]
+    summed = tl.dot(p.to(heads_of.dtype), heads_of, input_precision="ieee")  # over the heads: [BN, queries]
     shared = tl.minimum(n[None, :] + A, (j[:, None] + 1) * R) - tl.maximum(n[None, :], j[:, None] * R)
     weight = tl.maximum(shared, 0).to(heads_of.dtype)
-    return tl.dot(weight, summed.to(heads_of.dtype), found, input_precision=PRECISION)
+    return tl.dot(weight, summed.to(heads_of.dtype), found, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def block_importance(
     Q, K, KD0, KD1, LSE, OUT, SEQUENCES, S, N, H, G, BG, LO, HI, FIRST, n_blocks, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, DK: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, STEP: tl.constexpr,
-    INNER: tl.constexpr, CLEAR: tl.constexpr, NQ: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, STEP: tl.constexpr,
+    INNER: tl.constexpr, CLEAR: tl.constexpr, NQ: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Write the importance of blocks up to their own for BM // h queries of a group, the last first, STEP at once.
 
@@ -66,16 +74,13 @@ def block_importance(
     first = lo + (tl.cdiv(HI - LO, BQ) - 1 - tl.program_id(0) // BG) * BQ
     if PACKED and first >= hi:
         return
-    r = tl.arange(0, BM)
-    t = first + r // h
-    there = (r < BQ * h) & (t < hi)
-    rows = (s0 + t).to(tl.int64) * H + g * h + r % h
-    q0, q1 = load_two(Q, rows * DK, there, DK, D0, D1, True)
-    half: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
+    t, there, rows = rows_of_tile(s0, first, hi, H, g, h, BM)
+    q = load_two(Q, rows * DK.d, there, DK, True)
+    half: tl.constexpr = tl.float32 if Q.dtype.element_ty == tl.float32 else tl.float16
     lse = load_lse(LSE, rows, there) - SHIFT
-    heads_of = ((r // h)[:, None] == tl.arange(0, NQ)[None, :]) & there[:, None]
+    heads_of = ((t - first)[:, None] == tl.arange(0, NQ)[None, :]) & there[:, None]
     heads_of = heads_of.to(half)
-    at_k = K + (key0.to(tl.int64) * G + g) * DK
+    at_k = K + (key0.to(tl.int64) * G + g) * DK.d
     query = tl.arange(0, NQ)
     at = OUT + ((s0 + first - FIRST + query).to(tl.int64) * G + g) * n_blocks
     last = tl.minimum(first + BQ, hi) - 1
@@ -88,29 +93,15 @@ def block_importance(
         clear = STEP
     jj = tl.arange(0, BJ)
     zero = tl.zeros([BJ, NQ], tl.float32)
-    for j0 in tl.range(0, tl.minimum(STEP, blocks), STEP):
-        found = zero
-        for inner in range(INNER):
-            found = _block_scores(
-                q0, q1, lse, heads_of, found, j0 * R - (A - 1) + inner * BN, j0 + jj, at_k, KD0, KD1, key0, g * DK, t, N,
-                G * DK, qk, STRIDE, OFFSET, A, R, DK, D0, D1, BN, True, False, PRECISION,
-            )  # fmt: skip
-        mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
-        tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)
-    if CLEAR:
-        for j0 in tl.range(STEP, tl.minimum(clear, blocks), STEP):
-            found = _block_scores(
-                q0, q1, lse, heads_of, zero, j0 * R - (A - 1), j0 + jj, at_k, KD0, KD1, key0, g * DK, t, N, G * DK, qk,
-                STRIDE, OFFSET, A, R, DK, D0, D1, BN, False, TMA, PRECISION,
-            )  # fmt: skip
-            mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
-            tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)
-    for j0 in tl.range(clear, blocks, STEP):
-        found = zero
-        for inner in range(INNER):
-            found = _block_scores(
-                q0, q1, lse, heads_of, found, j0 * R - (A - 1) + inner * BN, j0 + jj, at_k, KD0, KD1, key0, g * DK, t, N,
-                G * DK, qk, STRIDE, OFFSET, A, R, DK, D0, D1, BN, True, False, PRECISION,
-            )  # fmt: skip
-        mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
-        tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)
+    for part in tl.static_range(0, 3):
+        if part != 1 or CLEAR:
+            j_lo, j_hi = bounds_of(part, 0, STEP, tl.minimum(clear, blocks), blocks)
+            for j0 in tl.range(j_lo, j_hi, STEP):
+                found = zero
+                for inner in range(INNER):
+                    found = _block_scores(
+                        q, lse, heads_of, found, j0 * R - (A - 1) + inner * BN, j0 + jj, at_k, KD0, KD1, key0, g * DK.d, t,
+                        N, G * DK.d, qk, STRIDE, OFFSET, A, R, DK, BN, part != 1, TMA and part == 1,
+                    )  # fmt: skip
+                mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
+                tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)

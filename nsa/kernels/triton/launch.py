@@ -27,18 +27,9 @@ def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: A
         kernel[grid](*arguments, **settings)
 
 
-def head_dims(d_k: int, d_v: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what every kernel that multiplies requires."""
-    k, v = widths(d_k), widths(d_v)
-    return {
-        "DK": d_k, "D0": k.d0, "D1": k.d1, "DV": d_v, "E0": v.d0, "E1": v.d1,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }  # fmt: skip
-
-
-def of_keys_alone(dims: dict[str, Any]) -> dict[str, Any]:
-    """Return `head_dims` for kernels that read no values."""
-    return {name: value for name, value in dims.items() if name not in ("DV", "E0", "E1")}
+def head_dims(d_k: int, d_v: int) -> dict[str, Any]:
+    """Return what every kernel that reads keys and values requires."""
+    return {"DK": widths(d_k), "DV": widths(d_v)}
 
 
 def meta(tile: Tile) -> dict[str, int]:

@@ -16,28 +16,12 @@ from nsa.kernels.triton.rows import FIELDS, LENGTHS, queries_of, tokens_of
 
 
 @triton.jit
-def _chunk(
-    PICKS,
-    SEQUENCES,
-    c,
-    b,
-    g,
-    S,
-    G,
-    LO,
-    HI,
-    n_sel: tl.constexpr,
-    CH: tl.constexpr,
-    NS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """Load the picks of chunk c of a sequence and group, -1 where there is none; return the first of its queries, too."""
-    s0, S = tokens_of(SEQUENCES, b, S, PACKED)
-    lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
+def _chunk(PICKS, s0, first, hi, g, G, n_sel: tl.constexpr, CH: tl.constexpr, NS: tl.constexpr):
+    """Load the picks of CH queries of a sequence and group, from ``first`` on; -1 where there is none."""
     e = tl.arange(0, CH * NS)
-    t, slot = lo + c * CH + e // NS, e % NS
+    t, slot = first + e // NS, e % NS
     at = ((s0 + t).to(tl.int64) * G + g) * n_sel + slot
-    return tl.load(PICKS + at, mask=(t < hi) & (slot < n_sel), other=-1), lo + c * CH
+    return tl.load(PICKS + at, mask=(t < hi) & (slot < n_sel), other=-1)
 
 
 @triton.jit
@@ -50,27 +34,21 @@ def chunk_of(SEQUENCES, b, chunks, PACKED: tl.constexpr):
 
 
 @triton.jit
-def list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel: tl.constexpr, PACKED: tl.constexpr):
-    """Where the list of a sequence and group begins; FIRST is the first token at work."""
-    s0, S = tokens_of(SEQUENCES, b, S, PACKED)
-    lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
-    return ((s0 + lo - FIRST) * G + g * (hi - lo)) * n_sel
-
-
-@triton.jit
 def items_of(
     SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel: tl.constexpr, L_SEL: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Return first and end of the room for the items of a sequence and group: what its part of the list can need at most."""
+    """Return where the list of a sequence and group begins, and first and end of the room for its items: what its part of the list
+    can need at most. FIRST is the first token at work.
+    """
+    s0, length = tokens_of(SEQUENCES, b, S, PACKED)
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
-    list0 = list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel, PACKED)
-    _, length = tokens_of(SEQUENCES, b, S, PACKED)
+    list0 = ((s0 + lo - FIRST) * G + g * (hi - lo)) * n_sel
     own = tl.cdiv(length, L_SEL) + 1
     if PACKED:
         first = tl.load(SEQUENCES + b * FIELDS + 7) * G + g * own
     else:
         first = (b * G + g) * own
-    return list0 // PIECE + first, (list0 + (hi - lo) * n_sel) // PIECE + first + own
+    return list0, list0 // PIECE + first, (list0 + (hi - lo) * n_sel) // PIECE + first + own
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -82,7 +60,8 @@ def count_picks(
     c, b, g = tl.program_id(1), tl.program_id(0) // G, tl.program_id(0) % G
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
     if lo + c * CH < hi:
-        picked, _ = _chunk(PICKS, SEQUENCES, c, b, g, S, G, LO, HI, n_sel, CH, NS, PACKED)
+        s0, _ = tokens_of(SEQUENCES, b, S, PACKED)
+        picked = _chunk(PICKS, s0, lo + c * CH, hi, g, G, n_sel, CH, NS)
         found = tl.histogram(tl.where(picked < 0, NB - 1, picked), NB)  # NB > blocks: the last bin is of no block
         j = tl.arange(0, NB)
         at = ((chunk_of(SEQUENCES, b, chunks, PACKED) + c) * G + g).to(tl.int64) * n_blocks + j
@@ -111,11 +90,13 @@ def scan_counts(
 
 
 @triton.jit
-def write_items(ITEMS, STARTS, first, end, group, list0, total, worker, workers, PIECE, n_blocks, NB: tl.constexpr):
-    """Write the items of a sequence and group: worker w of several writes the pieces w, w + workers ... of every block's list.
+def write_items(ITEMS, STARTS, first, end, list0, total, worker, workers, PIECE, n_blocks, NB: tl.constexpr):
+    """Write the items of a sequence and group, the program's first number: worker w of several writes the pieces w, w + workers ...
+    of every block's list.
 
-    ``total`` [NB]: the lengths of the lists; STARTS [blocks + 1] receives the items before each block's, from worker 0.
+    ``total`` [NB]: the lengths of the lists; STARTS [groups, blocks + 1] receives the items before each block's, from worker 0.
     """
+    group = tl.program_id(0)
     j = tl.arange(0, NB)
     offset = list0 + tl.cumsum(total, 0) - total
     pieces = (total + PIECE - 1) // PIECE
@@ -132,8 +113,8 @@ def write_items(ITEMS, STARTS, first, end, group, list0, total, worker, workers,
     for i0 in range(used + worker * NB, end, workers * NB):
         at = ITEMS + (i0 + j).to(tl.int64) * 4
         tl.store(at, tl.full([NB], -1, tl.int32), mask=i0 + j < end)
-    if worker == 0:
-        tl.store(STARTS + j, start, mask=j <= n_blocks)  # the blocks behind the last have no pieces
+    if worker == 0:  # the blocks behind the last have no pieces
+        tl.store(STARTS + group.to(tl.int64) * (n_blocks + 1) + j, start, mask=j <= n_blocks)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -149,14 +130,16 @@ def place_entries(
     c, b, g = tl.program_id(1), tl.program_id(0) // G, tl.program_id(0) % G
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
     if lo + c * CH < hi:
-        picked, first = _chunk(PICKS, SEQUENCES, c, b, g, S, G, LO, HI, n_sel, CH, NS, PACKED)
+        s0, _ = tokens_of(SEQUENCES, b, S, PACKED)
+        first = lo + c * CH
+        picked = _chunk(PICKS, s0, first, hi, g, G, n_sel, CH, NS)
         e = tl.arange(0, CH * NS)
         key = tl.sort(tl.where(picked < 0, BIG, picked * (CH * NS) + e))
         there = key < BIG
         block, source = tl.where(there, key // (CH * NS), NB - 1), key % (CH * NS)
         j = tl.arange(0, NB)
         total = tl.load(TOTALS + tl.program_id(0).to(tl.int64) * n_blocks + j, mask=j < n_blocks, other=0)
-        list0 = list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel, PACKED)
+        list0, begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel, L_SEL, PACKED)
         # An entry's place: where its block's list begins, those of the chunks before, those before it in its chunk.
         at = ((chunk_of(SEQUENCES, b, chunks, PACKED) + c) * G + g).to(tl.int64) * n_blocks + j
         before = tl.load(COUNTS + at, mask=j < n_blocks, other=0)
@@ -164,11 +147,7 @@ def place_entries(
         base = list0 + tl.cumsum(total, 0) - total + before - (tl.cumsum(here, 0) - here)
         place = tl.gather(base, block, 0) + e
         tl.store(LISTS + place, (first + source // NS) * n_sel + source % NS, mask=there)
-        begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel, L_SEL, PACKED)
-        starts = STARTS + tl.program_id(0).to(tl.int64) * (n_blocks + 1)
-        write_items(
-            ITEMS, starts, begin, end, tl.program_id(0), list0, total, c, tl.cdiv(hi - lo, CH), PIECE, n_blocks, NB
-        )
+        write_items(ITEMS, STARTS, begin, end, list0, total, c, tl.cdiv(hi - lo, CH), PIECE, n_blocks, NB)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -180,20 +159,5 @@ def cut_lists(
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     j = tl.arange(0, NB)
     total = tl.load(TOTALS + tl.program_id(0).to(tl.int64) * n_blocks + j, mask=j < n_blocks, other=0)
-    list0 = list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel, PACKED)
-    begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel, L_SEL, PACKED)
-    starts = STARTS + tl.program_id(0).to(tl.int64) * (n_blocks + 1)
-    write_items(
-        ITEMS,
-        starts,
-        begin,
-        end,
-        tl.program_id(0),
-        list0,
-        total,
-        tl.program_id(1),
-        tl.num_programs(1),
-        PIECE,
-        n_blocks,
-        NB,
-    )
+    list0, begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel, L_SEL, PACKED)
+    write_items(ITEMS, STARTS, begin, end, list0, total, tl.program_id(1), tl.num_programs(1), PIECE, n_blocks, NB)

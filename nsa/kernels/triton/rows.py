@@ -4,8 +4,9 @@ Rows. All heads of a group attend to the same keys, so a program's rows are (que
 // h whole queries; row r is query r // h, head r % h, and rows beyond are idle. Masks depend on the query alone, and the sum
 over the heads of a group lies in one program.
 
-Head dims. D columns are loaded as D0 + D1, both powers of two (192 = 128 + 64; D1 is 0 where D is a power of two), as
-products need; only what is not a sum of two powers is padded with zeros. A product over D is two chained products.
+Head dims. A kernel is given `tiles.Widths` D of q and k, DK, and of v, DV. D.d columns are loaded as D.d0 + D.d1, both powers of
+two (192 = 128 + 64; D.d1 is 0 where D.d is a power of two), as products need; only what is not a sum of two powers is padded with
+zeros. What is loaded is a tuple of one part or two; a product over two is two chained products.
 
 Sequences. Tensors are flat over tokens: q [T, H, D]; k, v [T, G, D] or, compressed, [Nc, G, D]. A batch has its sequences at
 multiples of S; a pack (PACKED) has a table, int32 [sequences, 8]: first token, tokens, first compressed key, compressed keys,
@@ -39,11 +40,11 @@ def load_part(
     """
     column = FIRST + tl.arange(0, WIDTH)
     where = base + at[:, None] + column[None, :]
-    if FIRST + WIDTH > D:
+    if D.d < FIRST + WIDTH:
         if MASKED:
-            x = tl.load(where, mask=there[:, None] & (column < D)[None, :], other=0.0, eviction_policy=EVICT)
+            x = tl.load(where, mask=there[:, None] & (column < D.d)[None, :], other=0.0, eviction_policy=EVICT)
         else:
-            x = tl.load(where, mask=(column < D)[None, :], other=0.0, eviction_policy=EVICT)
+            x = tl.load(where, mask=(column < D.d)[None, :], other=0.0, eviction_policy=EVICT)
     elif MASKED:
         x = tl.load(where, mask=there[:, None], other=0.0, eviction_policy=EVICT)
     else:
@@ -52,16 +53,23 @@ def load_part(
 
 
 @triton.jit
-def load_two(
-    base, at, there, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr = NO_HINT,
-):  # fmt: skip
-    """Load both parts of rows of D columns; the first one twice where there is no second."""
-    x0 = load_part(base, at, there, 0, D0, D, MASKED, EVICT)
-    if D1 > 0:
-        x1 = load_part(base, at, there, D0, D1, D, MASKED, EVICT)
+def load_two(base, at, there, D: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr = NO_HINT):
+    """Load rows in parts."""
+    x0 = load_part(base, at, there, 0, D.d0, D, MASKED, EVICT)
+    if D.d1 > 0:
+        return x0, load_part(base, at, there, D.d0, D.d1, D, MASKED, EVICT)
     else:
-        x1 = x0
-    return x0, x1
+        return (x0,)
+
+
+@triton.jit
+def load_described(X0, X1, row, column, D: tl.constexpr):
+    """Load the same from a row and column on, by TMA descriptors of the parts."""
+    x0 = X0.load([row, column])
+    if D.d1 > 0:
+        return x0, X1.load([row, column + D.d0])
+    else:
+        return (x0,)
 
 
 @triton.jit
@@ -71,50 +79,76 @@ def store_part(
     """Store what `load_part` reads, in the pointer's dtype."""
     column = FIRST + tl.arange(0, WIDTH)
     where = base + at[:, None] + column[None, :]
-    if FIRST + WIDTH > D:
-        mask = there[:, None] & (column < D)[None, :]
+    if D.d < FIRST + WIDTH:
+        mask = there[:, None] & (column < D.d)[None, :]
     else:
         mask = there[:, None]
     tl.store(where, x.to(base.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
-def store_two(
-    base, at, there, x0, x1, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, EVICT: tl.constexpr = NO_HINT,
-):  # fmt: skip
-    """Store both parts of rows of D columns."""
-    store_part(base, at, there, x0, 0, D0, D, EVICT)
-    if D1 > 0:
-        store_part(base, at, there, x1, D0, D1, D, EVICT)
+def store_two(base, at, there, x, D: tl.constexpr, EVICT: tl.constexpr = NO_HINT):
+    """Store rows in parts."""
+    store_part(base, at, there, x[0], 0, D.d0, D, EVICT)
+    if D.d1 > 0:
+        store_part(base, at, there, x[1], D.d0, D.d1, D, EVICT)
 
 
 @triton.jit
-def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a b^T over both parts of the head dim: [len(a), len(b)] float32."""
-    s = tl.dot(a0, b0.T, input_precision=PRECISION)
-    if D1 > 0:
-        s = tl.dot(a1, b1.T, s, input_precision=PRECISION)
+def product(a, b):
+    """Return a b^T over the parts of the head dim: [rows of a, rows of b] float32; exact of float32, no other of half types."""
+    s = tl.dot(a[0], b[0].T, input_precision="ieee")
+    if len(a) > 1:
+        s = tl.dot(a[1], b[1].T, s, input_precision="ieee")
     return s
 
 
 @triton.jit
-def add_product(p, b0, b1, acc0, acc1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """Add p b to both parts of an accumulator."""
-    acc0 = tl.dot(p, b0, acc0, input_precision=PRECISION)
-    if D1 > 0:
-        acc1 = tl.dot(p, b1, acc1, input_precision=PRECISION)
-    return acc0, acc1
+def add_product(p, b, acc):
+    """Return an accumulator plus p b, in parts."""
+    acc0 = tl.dot(p, b[0], acc[0], input_precision="ieee")
+    if len(b) > 1:
+        return acc0, tl.dot(p, b[1], acc[1], input_precision="ieee")
+    else:
+        return (acc0,)
 
 
 @triton.jit
-def zeros_two(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Return an accumulator of N rows in two parts."""
-    x0 = tl.zeros([N, D0], tl.float32)
+def zeros_two(N: tl.constexpr, D: tl.constexpr):
+    """Return an accumulator of N rows in parts."""
+    D0: tl.constexpr = D.d0
+    D1: tl.constexpr = D.d1
     if D1 > 0:
-        x1 = tl.zeros([N, D1], tl.float32)
+        return tl.zeros([N, D0], tl.float32), tl.zeros([N, D1], tl.float32)
     else:
-        x1 = 0.0
-    return x0, x1
+        return (tl.zeros([N, D0], tl.float32),)
+
+
+@triton.jit
+def scale_two(x, by):
+    """Multiply the parts."""
+    if len(x) > 1:
+        return x[0] * by, x[1] * by
+    else:
+        return (x[0] * by,)
+
+
+@triton.jit
+def divide_two(x, by):
+    """Divide the parts."""
+    if len(x) > 1:
+        return x[0] / by, x[1] / by
+    else:
+        return (x[0] / by,)
+
+
+@triton.jit
+def add_two(acc, x, by):
+    """Return an accumulator plus ``by`` times x, in parts."""
+    if len(x) > 1:
+        return acc[0] + x[0].to(tl.float32) * by, acc[1] + x[1].to(tl.float32) * by
+    else:
+        return (acc[0] + x[0].to(tl.float32) * by,)
 
 
 @triton.jit
@@ -153,6 +187,25 @@ def visible_keys(t, N, STRIDE: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
+def bounds_of(part: tl.constexpr, start, inside, whole, end):
+    """Return where the first, second or third part of a loop begins and ends; the second has no masks."""
+    if part == 0:
+        return start, tl.minimum(inside, end)
+    elif part == 1:
+        return inside, whole
+    else:
+        return whole, end
+
+
+@triton.jit
+def rows_of_tile(s0, first, end, H, g, h: tl.constexpr, BM: tl.constexpr):
+    """Return of a program's rows: their queries, counted in the sequence, which are there, and their numbers in the tensors."""
+    r = tl.arange(0, BM)
+    t = first + r // h
+    return t, (r < BM // h * h) & (t < end), (s0 + t).to(tl.int64) * H + g * h + r % h
+
+
+@triton.jit
 def load_lse(LSE, at, there):
     """Load the log-sum-exp, base 2; +inf where there is no row or it saw no key, so that exp2(s - lse) is 0 without a mask."""
     lse = tl.load(LSE + at, mask=there, other=float("inf")) * LOG2E
@@ -160,17 +213,14 @@ def load_lse(LSE, at, there):
 
 
 @triton.jit
-def store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr):
+def store_attention(O, LSE, rows, there, acc, total, top, DV: tl.constexpr):
     """End an online softmax: store the outputs of rows ``rows`` [T * H]; store their log-sum-exp, base e.
 
     ``top`` is a row's largest score times log2(e), ``total`` its sum relative to that; a row without keys gives 0 and -inf.
     """
     some = total > 0
     share = 1.0 / tl.where(some, total, 1.0)
-    acc0 = acc0 * share[:, None]
-    if E1 > 0:
-        acc1 = acc1 * share[:, None]
-    store_two(O, rows * DV, there, acc0, acc1, DV, E0, E1)
+    store_two(O, rows * DV.d, there, scale_two(acc, share[:, None]), DV)
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
     tl.store(LSE + rows, lse, mask=there)
 

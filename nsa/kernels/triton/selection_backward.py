@@ -20,6 +20,7 @@ from nsa.kernels.triton.rows import (
     part_of,
     picks_there,
     product,
+    scale_two,
     store_part,
     store_two,
     tokens_of,
@@ -33,7 +34,7 @@ def _store_transposed(
     base, at, there, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     column = FIRST + tl.arange(0, WIDTH)
-    mask = there[None, :] & (column < D)[:, None]
+    mask = there[None, :] & (column < D.d)[:, None]
     tl.store(
         base + at[None, :] + column[:, None], x.to(base.dtype.element_ty), mask=mask, eviction_policy="evict_first"
     )
@@ -42,10 +43,8 @@ def _store_transposed(
 @triton.jit(do_not_specialize=LENGTHS)
 def selected_backward(
     Q, K, V, GRAD, LSE, DELTA, LISTS, ITEMS, PART_DQ, PART_K, PART_V, SEQUENCES, S, H, G, FIRST, qk, scale,
-    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of dq, dk and dv of an item and a sub-block. Grid (items, SUB)."""
     item = ITEMS + tl.program_id(0).to(tl.int64) * 4
@@ -57,10 +56,9 @@ def selected_backward(
         n = j * L_SEL + sub * BN + tl.arange(0, BN)
         inside = n < tl.minimum((j + 1) * L_SEL, length)
         keys = (s0 + n).to(tl.int64) * G + g
-        k0, k1 = load_two(K, keys * DK, inside, DK, D0, D1, True)
-        v0, v1 = load_two(V, keys * DV, inside, DV, E0, E1, True)
-        dk0, dk1 = zeros_two(BN, D0, D1)
-        dv0, dv1 = zeros_two(BN, E0, E1)
+        k = load_two(K, keys * DK.d, inside, DK, True)
+        v = load_two(V, keys * DV.d, inside, DV, True)
+        dk, dv = zeros_two(BN, DK), zeros_two(BN, DV)
         base = s0.to(tl.int64) * H + g * h
         rows = (end - begin) * h
         # A tile's entries are loaded an iteration ahead: a load that waits for a load of its iteration is issued too late.
@@ -71,41 +69,36 @@ def selected_backward(
             there = r < rows
             t = entry // n_sel
             row = t.to(tl.int64 if WIDE else tl.int32) * H + r % h
-            q0, q1 = load_two(Q + base * DK, row * DK, there, DK, D0, D1, True)
-            do0, do1 = load_two(GRAD + base * DV, row * DV, there, DV, E0, E1, True)
+            q = load_two(Q + base * DK.d, row * DK.d, there, DK, True)
+            do = load_two(GRAD + base * DV.d, row * DV.d, there, DV, True)
             lse = tl.load(LSE + base + row, mask=there, other=float("inf"))
             delta = tl.load(DELTA + base + row, mask=there, other=0.0)
-            p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * qk - lse[None, :])
+            p = tl.exp2(product(k, q) * qk - lse[None, :])
             # A list ascends: a block's own queries, which do not see all of it, come first.
             if tl.load(LISTS + begin + r0 // h) // n_sel < (j + 1) * L_SEL:
                 p = tl.where(inside[:, None] & (n[:, None] <= t[None, :]), p, 0.0)
             elif SUB * BN > L_SEL:
                 p = tl.where(inside[:, None], p, 0.0)
-            dk0, dk1, dv0, dv1, ds = rows_give(
-                p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, D1, E1, PRECISION
-            )
+            dk, dv, ds = rows_give(p, v, dk, dv, q, do, delta)
             part = part_of(entry, s0 - FIRST, G, g, sub, n_sel, SUB, WIDE)
-            at = (part * h + r % h) * DK
+            at = (part * h + r % h) * DK.d
             if TRANSPOSED:
-                x0 = tl.dot(k0.T, ds, input_precision=PRECISION)
-                _store_transposed(PART_DQ, at, there, x0 * scale, 0, D0, DK)
-                if D1 > 0:
-                    x1 = tl.dot(k1.T, ds, input_precision=PRECISION)
-                    _store_transposed(PART_DQ, at, there, x1 * scale, D0, D1, DK)
+                x0 = tl.dot(k[0].T, ds, input_precision="ieee")
+                _store_transposed(PART_DQ, at, there, x0 * scale, 0, DK.d0, DK)
+                if DK.d1 > 0:
+                    x1 = tl.dot(k[1].T, ds, input_precision="ieee")
+                    _store_transposed(PART_DQ, at, there, x1 * scale, DK.d0, DK.d1, DK)
             else:
-                x0 = tl.dot(ds.T, k0, input_precision=PRECISION)
-                store_part(PART_DQ, at, there, x0 * scale, 0, D0, DK, "evict_first")
-                if D1 > 0:
-                    x1 = tl.dot(ds.T, k1, input_precision=PRECISION)
-                    store_part(PART_DQ, at, there, x1 * scale, D0, D1, DK, "evict_first")
+                x0 = tl.dot(ds.T, k[0], input_precision="ieee")
+                store_part(PART_DQ, at, there, x0 * scale, 0, DK.d0, DK, "evict_first")
+                if DK.d1 > 0:
+                    x1 = tl.dot(ds.T, k[1], input_precision="ieee")
+                    store_part(PART_DQ, at, there, x1 * scale, DK.d0, DK.d1, DK, "evict_first")
             entry = tl.load(LISTS + begin + (r + BM) // h, mask=r + BM < rows, other=0)
-        dk0 = dk0 * scale
-        if D1 > 0:
-            dk1 = dk1 * scale
         out = (tl.program_id(0).to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
         everywhere = tl.arange(0, BN) < BN
-        store_two(PART_K, out * DK, everywhere, dk0, dk1, DK, D0, D1)
-        store_two(PART_V, out * DV, everywhere, dv0, dv1, DV, E0, E1)
+        store_two(PART_K, out * DK.d, everywhere, scale_two(dk, scale), DK)
+        store_two(PART_V, out * DV.d, everywhere, dv, DV)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -134,28 +127,29 @@ def merge_dq(
 
 @triton.jit
 def _sum_items(
-    PART, OUT, first, end, at, there, inner, SUB: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PD: tl.constexpr,
-    BR: tl.constexpr, ADD: tl.constexpr,
+    PART, OUT, first, end, at, there, inner, SUB: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
+    PD: tl.constexpr = D.whole
     column = tl.arange(0, PD)
-    mask = there[:, None] & (column < D)[None, :]
-    out = OUT + at[:, None] * D + column[None, :]
+    mask = there[:, None] & (column < D.d)[None, :]
+    out = OUT + at[:, None] * D.d + column[None, :]
     if ADD:
         total = tl.load(out, mask=mask, other=0.0).to(tl.float32)
     else:
         total = tl.zeros([BR, PD], tl.float32)
-    part = PART + ((first.to(tl.int64) * SUB + inner // BN) * BN + inner % BN)[:, None] * D + column[None, :]
+    part = PART + ((first.to(tl.int64) * SUB + inner // BN) * BN + inner % BN)[:, None] * D.d + column[None, :]
     for _ in range(first, end):
         total += tl.load(part, mask=mask, other=0.0)
-        part += SUB * BN * D
+        part += SUB * BN * D.d
     tl.store(out, total.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def sum_items(
     PART_K, PART_V, STARTS, OUT_K, OUT_V, SEQUENCES, S, G, n_blocks,
-    L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, PK: tl.constexpr, DV: tl.constexpr,
-    PV: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
+    L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr,
+    ADD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sum dk and dv of BR keys of a block: the parts of its items in order. STARTS [sequences * G, blocks + 1].
 
@@ -170,5 +164,5 @@ def sum_items(
     starts = STARTS + group.to(tl.int64) * (n_blocks + 1) + j
     first, end = tl.load(starts), tl.load(starts + 1)
     at = (s0 + n).to(tl.int64) * G + g
-    _sum_items(PART_K, OUT_K, first, end, at, there, inner, SUB, BN, DK, PK, BR, ADD)
-    _sum_items(PART_V, OUT_V, first, end, at, there, inner, SUB, BN, DV, PV, BR, ADD)
+    _sum_items(PART_K, OUT_K, first, end, at, there, inner, SUB, BN, DK, BR, ADD)
+    _sum_items(PART_V, OUT_V, first, end, at, there, inner, SUB, BN, DV, BR, ADD)

@@ -174,12 +174,10 @@ def selected_forward(
     lse = q.new_empty(at.tokens * H * selection.parts, dtype=torch.float32)
     t = tile("selected", q, v.shape[-1], sequences.longest)
     launch(
-        selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
-        parts, lse,
+        selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items, parts, lse,
         q if at.table is None else at.table, sequences.longest, H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G,
-        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, AHEAD=_has_wgmma(q),
-        WIDE=_is_wide(q, v, sequences, at, selection),
-        PACKED=at.table is not None, **head_dims(q.shape[-1], v.shape[-1], q.dtype), num_warps=t.warps,
+        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, AHEAD=_has_wgmma(q), WIDE=_is_wide(q, v, sequences, at, selection),
+        PACKED=at.table is not None, **head_dims(q.shape[-1], v.shape[-1]), num_warps=t.warps,
     )  # fmt: skip
     return parts, lse
 
@@ -194,11 +192,9 @@ def merge_parts(
     heads = triton.next_power_of_2(h)
     o_cmp, o_win, gates, total = (out, out, out, out) if gated is None else gated
     launch(
-        selection_forward.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total,
-        picks, H, groups, at.first,
-        n_sel=selection.n_sel, SUB=selection.sub_blocks, h=h, DV=d_v, E0=part.d0, E1=part.d1, HP=heads,
-        NS=triton.next_power_of_2(selection.n_sel), NP=triton.next_power_of_2(selection.parts),
-        GATED=gated is not None,
+        selection_forward.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total, picks, H, groups,
+        at.first, n_sel=selection.n_sel, SUB=selection.sub_blocks, h=h, DV=widths(d_v), HP=heads,
+        NS=triton.next_power_of_2(selection.n_sel), NP=triton.next_power_of_2(selection.parts), GATED=gated is not None,
         num_warps=max(2, min(8, heads * part.whole // 512)),
     )  # fmt: skip
 
@@ -220,18 +216,16 @@ def selected_gradients(
     part_k = q.new_empty(keys_of_items, d_k, dtype=torch.float32)
     part_v = q.new_empty(keys_of_items, d_v, dtype=torch.float32)
     launch(
-        selection_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows,
-        entries, items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
-        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages,
-        TRANSPOSED=_has_wgmma(q), WIDE=_is_wide(q, v, sequences, at, selection),
-        PACKED=at.table is not None, **head_dims(d_k, d_v, q.dtype), num_warps=t.warps,
+        selection_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows, entries,
+        items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
+        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages, TRANSPOSED=_has_wgmma(q),
+        WIDE=_is_wide(q, v, sequences, at, selection), PACKED=at.table is not None, **head_dims(d_k, d_v), num_warps=t.warps,
     )  # fmt: skip
     keys = min(16, selection.sub_block)
     launch(
         selection_backward.sum_items, (at.count * G * selection.n_blocks, triton.cdiv(selection.l_sel, keys)), q, part_k, part_v,
         items.starts, *d_keys, table, sequences.longest, G, selection.n_blocks, L_SEL=selection.l_sel, SUB=selection.sub_blocks,
-        BN=selection.sub_block, DK=d_k, PK=widths(d_k).whole, DV=d_v, PV=widths(d_v).whole, BR=keys, ADD=add_keys,
-        PACKED=at.table is not None, num_warps=4,
+        BN=selection.sub_block, DK=widths(d_k), DV=widths(d_v), BR=keys, ADD=add_keys, PACKED=at.table is not None, num_warps=4,
     )  # fmt: skip
     width = h * d_k
     block = min(1024, triton.next_power_of_2(width))

@@ -15,9 +15,13 @@ import triton.language as tl
 from nsa.kernels.triton.rows import (
     LENGTHS,
     add_product,
+    bounds_of,
     keys_of,
+    load_described,
     load_two,
     product,
+    rows_of_tile,
+    scale_two,
     store_attention,
     tokens_of,
     visible_keys,
@@ -26,28 +30,26 @@ from nsa.kernels.triton.rows import (
 
 
 @triton.jit
+def keys_at(K, V, KD0, KD1, VD0, VD1, key0, g, G, DK: tl.constexpr, DV: tl.constexpr):
+    """Return where the keys and values of a sequence and group are: their addresses, and a row and columns for descriptors."""
+    at = key0.to(tl.int64) * G + g
+    return (K + at * DK.d, V + at * DV.d), (KD0, KD1, VD0, VD1), (key0, g * DK.d, g * DV.d), (G * DK.d, G * DV.d)
+
+
+@triton.jit
 def load_keys(
-    at_k, at_v, KD0, KD1, VD0, VD1, n0, row, k_column, v_column, N, k_stride, v_stride,
-    DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    BN: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Load keys and values n0 ... n0 + BN - 1 of a sequence and group, in two parts each, by pointers or by TMA descriptors."""
+    keys, n0, N, DK: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
+):
+    """Load keys and values n0 ... n0 + BN - 1 of `keys_at`, each in parts, by pointers or by TMA descriptors."""
+    at, described, place, stride = keys
     if TMA:
-        k0 = KD0.load([row + n0, k_column])
-        v0 = VD0.load([row + n0, v_column])
-        if D1 > 0:
-            k1 = KD1.load([row + n0, k_column + D0])
-        else:
-            k1 = k0
-        if E1 > 0:
-            v1 = VD1.load([row + n0, v_column + E0])
-        else:
-            v1 = v0
+        k = load_described(described[0], described[1], place[0] + n0, place[1], DK)
+        v = load_described(described[2], described[3], place[0] + n0, place[2], DV)
     else:
         n = n0 + tl.arange(0, BN)
-        k0, k1 = load_two(at_k, n * k_stride, n < N, DK, D0, D1, MASKED)
-        v0, v1 = load_two(at_v, n * v_stride, n < N, DV, E0, E1, MASKED)
-    return k0, k1, v0, v1
+        k = load_two(at[0], n * stride[0], n < N, DK, MASKED)
+        v = load_two(at[1], n * stride[1], n < N, DV, MASKED)
+    return k, v
 
 
 @triton.jit
@@ -60,17 +62,32 @@ def hide(n, t, N, WINDOW, STRIDE: tl.constexpr, OFFSET: tl.constexpr, WINDOWED: 
 
 
 @triton.jit
-def _forward_tile(
-    q0, q1, acc0, acc1, total, top, n0, at_k, at_v, KD0, KD1, VD0, VD1, row, k_column, v_column, t, N, WINDOW,
-    k_stride, v_stride, qk,
-    STRIDE: tl.constexpr, OFFSET: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
-    E0: tl.constexpr, E1: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+def parts_of_keys(
+    first, last, N, WINDOW,
+    STRIDE: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    k0, k1, v0, v1 = load_keys(
-        at_k, at_v, KD0, KD1, VD0, VD1, n0, row, k_column, v_column, N, k_stride, v_stride, DK, D0, D1, DV, E0, E1, BN, MASKED, TMA,
-    )  # fmt: skip
-    s = product(q0, q1, k0, k1, D1, PRECISION)
+    """Return the keys that queries first ... last see, in three parts of tiles, by their ends: start, inside, whole, end.
+
+    All queries see the keys of the second part. LOOPS: 1 leaves it empty; under a window alone the first has any.
+    """
+    start = tl.maximum(0, first - WINDOW + 1)
+    inside = start
+    if LOOPS > 1 and WINDOWED:
+        inside = start + tl.cdiv(tl.maximum(0, last - WINDOW + 1) - start, BN) * BN
+    whole = inside
+    if LOOPS > 1:
+        whole = inside + tl.maximum(0, visible_keys(first, N, STRIDE, OFFSET) - inside) // BN * BN
+    return start, inside, whole, visible_keys(last, N, STRIDE, OFFSET)
+
+
+@triton.jit
+def _forward_tile(
+    q, acc, total, top, n0, keys, t, N, WINDOW, qk,
+    STRIDE: tl.constexpr, OFFSET: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    k, v = load_keys(keys, n0, N, DK, DV, BN, MASKED, TMA)
+    s = product(q, k)
     if MASKED:
         n = n0 + tl.arange(0, BN)
         s = tl.where(hide(n[None, :], t[:, None], N, WINDOW, STRIDE, OFFSET, WINDOWED), s, float("-inf"))
@@ -83,19 +100,15 @@ def _forward_tile(
     p = tl.exp2(s * qk - finite[:, None])
     shrink = tl.exp2(top - finite)
     total = total * shrink + tl.sum(p, 1)
-    acc0 = acc0 * shrink[:, None]
-    if E1 > 0:
-        acc1 = acc1 * shrink[:, None]
-    acc0, acc1 = add_product(p.to(v0.dtype), v0, v1, acc0, acc1, E1, PRECISION)
-    return acc0, acc1, total, new_top
+    acc = add_product(p.to(v[0].dtype), v, scale_two(acc, shrink[:, None]))
+    return acc, total, new_top
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def strided_forward(
     Q, K, V, KD0, KD1, VD0, VD1, O, LSE, SEQUENCES, S, N, H, G, BG, WINDOW, qk,
-    STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr,
-    WINDOWED: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, LOOPS: tl.constexpr, WINDOWED: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Attend with BM // h queries of a group, the last ones first, as they see most. Grid (tiles * BG,).
 
@@ -109,38 +122,20 @@ def strided_forward(
     if PACKED and first >= S:
         return
     key0, N = keys_of(SEQUENCES, b, s0, S, N, WINDOWED, PACKED)
-    r = tl.arange(0, BM)
-    t = first + r // h
-    there = (r < BQ * h) & (t < S)
-    rows = (s0 + t).to(tl.int64) * H + g * h + r % h
-    q0, q1 = load_two(Q, rows * DK, there, DK, D0, D1, True)
-    at_k, at_v = K + (key0.to(tl.int64) * G + g) * DK, V + (key0.to(tl.int64) * G + g) * DV
-    acc0, acc1 = zeros_two(BM, E0, E1)
+    t, there, rows = rows_of_tile(s0, first, S, H, g, h, BM)
+    q = load_two(Q, rows * DK.d, there, DK, True)
+    keys = keys_at(K, V, KD0, KD1, VD0, VD1, key0, g, G, DK, DV)
+    acc = zeros_two(BM, DV)
     total = tl.zeros([BM], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
-    last = tl.minimum(first + BQ, S) - 1
-    end = visible_keys(last, N, STRIDE, OFFSET)
-    start = tl.maximum(0, first - WINDOW + 1)
-    if LOOPS > 1:
-        whole = visible_keys(first, N, STRIDE, OFFSET)
-        if WINDOWED:
-            inside = start + tl.cdiv(tl.maximum(0, last - WINDOW + 1) - start, BN) * BN
-            for n0 in tl.range(start, tl.minimum(inside, end), BN):
-                acc0, acc1, total, top = _forward_tile(
-                    q0, q1, acc0, acc1, total, top, n0, at_k, at_v, KD0, KD1, VD0, VD1, key0, g * DK, g * DV, t, N, WINDOW,
-                    G * DK, G * DV, qk, STRIDE, OFFSET, DK, D0, D1, DV, E0, E1, BN, True, WINDOWED, TMA, PRECISION,
+    start, inside, whole, end = parts_of_keys(
+        first, tl.minimum(first + BQ, S) - 1, N, WINDOW, STRIDE, OFFSET, BN, LOOPS, WINDOWED
+    )
+    for part in tl.static_range(0, 3):
+        if part == 2 or (LOOPS > 1 and (part == 1 or WINDOWED)):
+            n_lo, n_hi = bounds_of(part, start, inside, whole, end)
+            for n0 in tl.range(n_lo, n_hi, BN):
+                acc, total, top = _forward_tile(
+                    q, acc, total, top, n0, keys, t, N, WINDOW, qk, STRIDE, OFFSET, DK, DV, BN, part != 1, WINDOWED, TMA,
                 )  # fmt: skip
-            start = inside
-        stop = start + tl.maximum(0, whole - start) // BN * BN
-        for n0 in tl.range(start, stop, BN):
-            acc0, acc1, total, top = _forward_tile(
-                q0, q1, acc0, acc1, total, top, n0, at_k, at_v, KD0, KD1, VD0, VD1, key0, g * DK, g * DV, t, N, WINDOW,
-                G * DK, G * DV, qk, STRIDE, OFFSET, DK, D0, D1, DV, E0, E1, BN, False, WINDOWED, TMA, PRECISION,
-            )  # fmt: skip
-        start = stop
-    for n0 in tl.range(start, end, BN):
-        acc0, acc1, total, top = _forward_tile(
-            q0, q1, acc0, acc1, total, top, n0, at_k, at_v, KD0, KD1, VD0, VD1, key0, g * DK, g * DV, t, N, WINDOW,
-            G * DK, G * DV, qk, STRIDE, OFFSET, DK, D0, D1, DV, E0, E1, BN, True, WINDOWED, TMA, PRECISION,
-        )  # fmt: skip
-    store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV, E0, E1)
+    store_attention(O, LSE, rows, there, acc, total, top, DV)

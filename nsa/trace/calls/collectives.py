@@ -358,6 +358,7 @@ class CollectiveRecorder:
                 self._follow(work, Pending(index, limit, ends_by_wait=ends, is_message=point_to_point))
             return work
 
+        recorded.__doc__ = original.__doc__
         return outside_graphs(recorded)
 
 

@@ -1,0 +1,199 @@
+"""A public set of programs with one fault each, and the score of any tool's answers.
+
+    python benchmarks/hangs.py labels                        # a JSON line per program: what is right
+    python benchmarks/hangs.py answer nsa > nsa.jsonl        # pytest-nsa's answers
+    python benchmarks/hangs.py answer plain > plain.jsonl    # of plain processes: by their dumps, and by their stacks
+    python benchmarks/hangs.py score nsa.jsonl plain.jsonl --json benchmarks/results/hangs.json
+    torchrun --nproc-per-node 3 benchmarks/hangs.py run test_a_loop_awaits_a_collective_of_its_executor [--healthy]
+
+A program is a function in tests_cpu/faults/programs, for torch.distributed on a CPU, of this project's licence. Its fault is on the
+rank `culprit`: without it (`--healthy`) the program is its healthy twin. Another tool answers with JSON lines that have its name:
+{"tool": "mine", "program": "test_...", "ranks": [1], "line": 31, "certain": false}; [] and 0 for nothing. A line is one of the
+program's file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import foreign
+from figures import keep, parser_of
+
+ROOT = foreign.ROOT
+
+from pytest_nsa.diagnosis.foreign import judge  # noqa: E402
+from pytest_nsa.fixtures import DDP, FSDP, Group  # noqa: E402
+from pytest_nsa.foreign.find import read_job  # noqa: E402
+from pytest_nsa.testing import run_folder  # noqa: E402
+from tests_cpu.faults.planting import NO_RANK, marked_lines  # noqa: E402
+from tests_cpu.faults.rows import PLANTED  # noqa: E402
+from tests_cpu.faults.test_corpus import (  # noqa: E402
+    AS_FAULTS,
+    HERE,
+    list_programs,
+    load_file,
+    rows_by_program,
+)
+
+WORKERS = 3
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
+
+
+def list_labels() -> Iterator[dict[str, Any]]:
+    """Yield what is right of each program: ranks, the lines that a tool may name, cause, and the statement where ranks part."""
+    rows = rows_by_program()
+    for file, name, program in list_programs():
+        row, path = rows[name], HERE / "programs" / f"{file}.py"
+        yield {
+            "program": name, "file": str(path.relative_to(ROOT)), "world_size": program.n, "ranks": list(row.ranks),
+            "lines": sorted(marked_lines(path) & set(_lines_of(file, name))), "cause": row.cause, "family": row.family,
+            "statement": row.divergence.get("statement", ""), "origin": row.origin, "licence": "Apache-2.0",
+        }  # fmt: skip
+
+
+def _lines_of(file: str, name: str) -> range:
+    lines, first = inspect.getsourcelines(inspect.unwrap(getattr(load_file(file), name)))
+    return range(first, first + len(lines))
+
+
+def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:
+    """Yield the verdict on each program, with its second run."""
+    by_file = defaultdict(list)
+    for file, name, _ in list_programs():
+        by_file[file].append(name)
+    for file, names in by_file.items():
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(HERE / "programs" / f"{file}.py", Path(folder, PLANTED))
+            Path(folder, "conftest.py").write_text(AS_FAULTS.conftest)
+            options = (*AS_FAULTS.options, "ranks_check_divergence=true", f"pythonpath={ROOT}", "ranks_rerun=all")
+            workers = ("-p", "xdist", "-n", str(WORKERS)) if len(names) > WORKERS else ()
+            words = [word for option in options for word in ("-o", option)]
+            tests = [f"{PLANTED}::{name}" for name in names]
+            with contextlib.redirect_stdout(sys.stderr):
+                found = run_folder(Path(folder), *workers, *words, *tests, timeout=900)
+        for name in names:
+            verdict = found.verdicts.get(name)
+            if verdict is not None:
+                place = re.search(rf"{PLANTED}:(\d+)", verdict.where)
+                yield {
+                    "tool": "pytest-nsa", "program": name, "ranks": list(verdict.ranks), "certain": verdict.certain,
+                    "line": int(place[1]) if place else 0, "cause": verdict.cause,
+                }  # fmt: skip
+
+
+def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
+    """Yield two answers on each program that takes a group alone: of its flight recorder's dumps, and of its stacks."""
+    programs = [
+        (file, name, program.n) for file, name, program in list_programs()
+        if set(inspect.signature(getattr(load_file(file), name)).parameters) <= {"group", "culprit"}
+    ]  # fmt: skip
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for answers in pool.map(lambda of: _answer_plain(*of), programs):
+            yield from answers
+
+
+def _answer_plain(file: str, name: str, n: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        foreign.run_program(file, name, n, folder)
+        verdict, _ = judge(read_job(sorted(folder.glob("dump_*"))), name)
+        ranks, line = read_stacks({int(p.stem[6:]): p.read_text() for p in folder.glob("stack_*.txt")}, file)
+    of = {"program": name, "certain": False}
+    return [
+        {
+            **of,
+            "tool": "dumps of the flight recorder",
+            "ranks": list(verdict.ranks),
+            "line": 0,
+            "certain": verdict.certain,
+        },
+        {**of, "tool": "stacks, by the majority", "ranks": ranks, "line": line},
+    ]
+
+
+def read_stacks(stacks: dict[int, str], file: str) -> tuple[list[int], int]:
+    """Return the ranks with another line of the program than most, and their line: how a person reads stacks of all ranks."""
+    lines = {
+        rank: next((int(m["line"]) for m in _FRAME.finditer(text) if m["file"].endswith(f"/programs/{file}.py")), 0)
+        for rank, text in stacks.items()
+    }
+    if not lines:
+        return [], 0
+    usual, number = Counter(lines.values()).most_common(1)[0]
+    odd = sorted(rank for rank, line in lines.items() if line != usual)
+    return (odd, lines[odd[0]]) if odd and number > len(lines) / 2 else ([], 0)
+
+
+def score(answers: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return by tool how many programs it answered, and in how many of these ranks and line are right."""
+    labels = {label["program"]: label for label in list_labels()}
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for answer in answers:
+        label, row = labels[answer["program"]], rows[answer["tool"]]
+        right = sorted(answer["ranks"]) == sorted(label["ranks"])
+        row["programs"] += 1
+        row["ranks right"] += right
+        row["have a line"] += bool(label["lines"])
+        row["line right"] += right and answer["line"] in label["lines"]
+        row["wrong and certain"] += bool(answer.get("certain")) and bool(answer["ranks"]) and not right
+    return {tool: dict(row) for tool, row in rows.items()}
+
+
+def run_program(name: str, *, healthy: bool) -> None:
+    """Run one rank of a program on a plain group, under torchrun."""
+    import torch.distributed as dist
+
+    file, program = next((file, program) for file, test, program in list_programs() if test == name)
+    function = inspect.unwrap(getattr(load_file(file), name))
+    dist.init_process_group("gloo")
+    of = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": "cpu", "backend": "gloo"}
+    values = {
+        "group": Group(**of), "ddp": DDP(**of, static_graph=False), "fsdp": FSDP(**of, version=2),
+        "culprit": NO_RANK if healthy else program.rank, "tmp_path": Path(os.environ.get("TMPDIR", "/tmp")),
+    }  # fmt: skip
+    wanted = inspect.signature(function).parameters
+    if missing := set(wanted) - set(values):
+        sys.exit(f"{name}: takes fixtures of its own ({', '.join(sorted(missing))}); run it by pytest")
+    function(**{parameter: values[parameter] for parameter in wanted})
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Do what the command names."""
+    parser = parser_of(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=argparse.ArgumentParser)
+    commands.add_parser("labels")
+    commands.add_parser("answer").add_argument("tool", choices=("nsa", "plain"))
+    scored = commands.add_parser("score")
+    scored.add_argument("answers", nargs="+", type=Path)
+    scored.add_argument("--json", type=Path)
+    started = commands.add_parser("run")
+    started.add_argument("program")
+    started.add_argument("--healthy", action="store_true")
+    given = parser.parse_args()
+    if given.command == "run":
+        run_program(given.program, healthy=given.healthy)
+    elif given.command == "score":
+        lines = [line for path in given.answers for line in path.read_text(encoding="utf-8").splitlines()]
+        keep({"programs": len(list_programs()), "scores": score(map(json.loads, lines))}, given.json)
+    else:
+        made = {"nsa": answer_by_pytest_nsa, "plain": answer_by_plain_processes}
+        for record in list_labels() if given.command == "labels" else made[given.tool]():
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
