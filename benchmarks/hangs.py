@@ -47,7 +47,7 @@ from tests_cpu.faults.test_corpus import (  # noqa: E402
     rows_by_program,
 )
 
-WORKERS = 3
+WORKERS, AT_ONCE = 3, 8  # tests; programs on plain processes, which wait for most of their time
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
 
 
@@ -99,7 +99,7 @@ def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
         (file, name) for file, name, _ in list_programs()
         if set(inspect.signature(getattr(load_file(file), name)).parameters) <= {"group", "ddp", "fsdp", "culprit", "tmp_path"}
     ]  # fmt: skip
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         for answers in pool.map(lambda of: _answer_plain(*of), programs):
             yield from answers
 
