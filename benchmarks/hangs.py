@@ -96,7 +96,7 @@ def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:
 def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
     """Yield two answers on each program that runs without pytest: of its flight recorder's dumps, and of its stacks."""
     programs = [
-        (file, name) for file, name, _ in list_programs()
+        (file, name, program.n) for file, name, program in list_programs()
         if set(inspect.signature(getattr(load_file(file), name)).parameters) <= {"group", "ddp", "fsdp", "culprit", "tmp_path"}
     ]  # fmt: skip
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -104,12 +104,14 @@ def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
             yield from answers
 
 
-def _answer_plain(file: str, name: str) -> list[dict[str, Any]]:
+def _answer_plain(file: str, name: str, n: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         foreign.run_program(file, name, folder)
         verdict, _ = judge(read_job(sorted(folder.glob("trace_*"))), name)
-        ranks, line = read_stacks({int(p.stem[6:]): p.read_text() for p in folder.glob("stack_*.txt")}, file)
+        stacks = {rank: folder / f"stack_{rank}.txt" for rank in range(n)}  # a rank that has ended has none
+        texts = {rank: path.read_text() if path.exists() else "" for rank, path in stacks.items()}
+        ranks, line = read_stacks(texts, file)
     of = {"program": name, "certain": False}
     return [
         {
