@@ -16,6 +16,7 @@ program's file.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import inspect
 import json
@@ -56,16 +57,31 @@ def list_labels() -> Iterator[dict[str, Any]]:
     rows = rows_by_program()
     for file, name, program in list_programs():
         row, path = rows[name], HERE / "programs" / f"{file}.py"
+        own, statement, text = (
+            _lines_of(path, name),
+            row.divergence.get("statement", ""),
+            path.read_text(encoding="utf-8"),
+        )
+        parting = {n for n, line in enumerate(text.splitlines(), 1) if statement and line.strip().startswith(statement)}
         yield {
             "program": name, "file": str(path.relative_to(ROOT)), "world_size": program.n, "ranks": list(row.ranks),
-            "lines": sorted(marked_lines(path) & set(_lines_of(file, name))), "cause": row.cause, "family": row.family,
-            "statement": row.divergence.get("statement", ""), "origin": row.origin, "licence": "Apache-2.0",
+            "lines": sorted((marked_lines(path) | parting) & own), "cause": row.cause, "family": row.family,
+            "statement": statement, "origin": row.origin, "licence": "Apache-2.0",
         }  # fmt: skip
 
 
-def _lines_of(file: str, name: str) -> range:
-    lines, first = inspect.getsourcelines(inspect.unwrap(getattr(load_file(file), name)))
-    return range(first, first + len(lines))
+def _lines_of(path: Path, name: str) -> set[int]:
+    """Return the lines of a program: of its function, and of what this one names in its file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    todo, lines = [name], set[int]()
+    while todo:
+        node = definitions.pop(todo.pop(), None)
+        if node is not None:
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            todo += [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+            todo += [part.arg for part in ast.walk(node) if isinstance(part, ast.arg)]
+    return lines
 
 
 def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:

@@ -21,6 +21,8 @@ from pytest_nsa.flow.reasons import LEFT
 BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
 UNKNOWN = "unknown"
 SURE = 0.75  # the rules, by what the ranks did in earlier rounds
+RAISES = "raises "
+_EXCEPTIONS = ("rank_exception", "assertion")
 LIKELY = 0.8  # that the ranks which the second run shows are to blame, where no majority did otherwise
 
 
@@ -109,7 +111,8 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
     in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was skipped
     to_blame = found.exceptional or found.raising or in_role or its_own
-    is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN
+    raised_later = _raised_later(verdict, found, to_blame)
+    is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN or raised_later
     if not is_open or not found.is_alone or not to_blame:
         return changed
     is_known = is_same and bool(found.exceptional)
@@ -121,11 +124,19 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
         certain=is_known,
         confidence=1.0 if is_known else verdict.confidence if to_blame == verdict.ranks else LIKELY,
         reason=f"the ranks parted at `{found.statement}`",
-        because=(),
+        because=(f"then {verdict.reason}",) if raised_later else (),
         advice=_advice(found),
         called_from="",
         terms={},
     )
+
+
+def _raised_later(verdict: Verdict, found: FirstDivergence, ranks: tuple[int, ...]) -> bool:
+    """Return whether the ranks to blame raised after they had made other calls than the others: that difference came first."""
+    raised_there = any(found.then.get(rank, ("", ""))[1].startswith(RAISES) for rank in ranks)
+    is_exception = verdict.cause in _EXCEPTIONS and verdict.ranks == ranks
+    is_first = found.kind in ("branch", "callee", "loop") and not set(ranks) & set(found.raised_before)
+    return is_exception and is_first and not raised_there
 
 
 def _with_fact(verdict: Verdict, text: str) -> Verdict:
@@ -150,13 +161,13 @@ def _cause(found: FirstDivergence, verdict: Verdict, to_blame: tuple[int, ...]) 
     """Return the cause: what one side skipped, the other has made once more."""
     if to_blame == found.in_role and to_blame != verdict.ranks:
         return "extra_collective"
-    if verdict.cause not in (*_OPPOSITE, UNKNOWN):
+    if verdict.cause not in (*_OPPOSITE, UNKNOWN, *_EXCEPTIONS):
         return verdict.cause
     if found.kind == "argument":
         return "collective_mismatch"
     if found.kind == "loop":
         return "skipped_collective" if found.outcomes.get(LEFT) == to_blame else "extra_collective"
-    if verdict.cause == UNKNOWN:
+    if verdict.cause in (UNKNOWN, *_EXCEPTIONS):
         return "extra_collective" if to_blame == found.inside else "skipped_collective"
     return verdict.cause if to_blame == verdict.ranks else _OPPOSITE[verdict.cause]
 
@@ -201,7 +212,7 @@ def _labels_of_next(found: FirstDivergence) -> tuple[Label, ...]:
 def _advice(found: FirstDivergence) -> str:
     if found.kind == "argument":
         return "give the call the same arguments on every rank of its group"
-    if found.kind == "exception" or any(text.startswith("raises") for _, text in found.then.values()):
+    if found.kind == "exception" or any(text.startswith(RAISES) for _, text in found.then.values()):
         return "handle the exception on all ranks alike, or let it end the test"
     names = [name for name in found.values if "rank" not in name.lower()]
     set_by = {step.name: step.statement.partition("=")[2] for step in reversed(found.because)}

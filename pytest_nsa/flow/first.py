@@ -28,7 +28,8 @@ class FirstDivergence:
     ``outcomes`` has the ranks by what they did there; ``values`` the names that it reads and that differ, by rank;
     ``because`` the lines that set these, backwards. ``is_alone``: ranks that did the same there part nowhere else. ``inside`` are
     the ranks that begin calls in the statement, not behind it. ``then`` has by rank what follows: the place, and 'begins OP' or
-    'raises ERROR'.
+    'raises ERROR'. ``raised_before`` are the ranks that had raised before their first other call,
+    or in another thread.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class FirstDivergence:
     is_alone: bool = True
     inside: tuple[int, ...] = ()
     then: dict[int, tuple[str, str]] = field(default_factory=dict)
+    raised_before: tuple[int, ...] = ()
 
     @property
     def exceptional(self) -> tuple[int, ...]:
@@ -96,6 +98,7 @@ class FirstDivergence:
             is_alone=data["is_alone"],
             inside=tuple(data.get("inside", ())),
             then={int(rank): (where, text) for rank, (where, text) in data.get("then", {}).items()},
+            raised_before=tuple(data.get("raised_before", ())),
         )
 
 
@@ -188,11 +191,14 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
     values: defaultdict[str, dict[int, str]] = defaultdict(dict)
     inside: set[int] = set()
     then: dict[int, tuple[str, str]] = {}
+    raised_before: set[int] = set()
     for parting, pair in here:
         ranks = pair.one.rank, pair.other.rank
         for which, rank in enumerate(ranks):
             outcomes[side(parting, which)].add(rank)
             call = pair.first_inside(parting, which)
+            if _has_raised_before(parting, which, (pair.one, pair.other)[which], call):
+                raised_before.add(rank)
             if call is not None:
                 inside.add(rank)
             followed = _followed(parting, which, (pair.one, pair.other)[which], call)
@@ -223,7 +229,22 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
         is_alone=not others,
         inside=tuple(sorted(inside)),
         then=dict(sorted(then.items())),
+        raised_before=tuple(sorted(raised_before)),
     )
+
+
+def _has_raised_before(parting: Parting, which: int, flow: Flow, call: Call | None) -> bool:
+    """Return whether a rank raised before its first other call, or in another thread: an exception that may have led to it."""
+    frame, at = parting.frames[which], parting.at[which]
+    begins = flow.frames.get(call.place[0]) if call is not None else None
+    there = frame.get_position(at) if begins is None or call is None else begins.get_position(call.place[1])
+    for other in flow.frames.values():
+        for index in (k for k, text in other.raised.items() if not text.startswith("Stop")):
+            position = other.get_position(index)
+            is_around = there[: len(position)] == position  # a caller's line goes on when the call has ended
+            if other.thread != frame.thread or (position < there and not is_around):
+                return True
+    return False
 
 
 def _followed(parting: Parting, which: int, flow: Flow, call: Call | None) -> tuple[str, str] | None:

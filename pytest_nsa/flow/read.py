@@ -79,6 +79,14 @@ class Frame:
         """What identifies its function."""
         return self.file, self.name, self.first, self.checksum
 
+    def get_position(self, index: int) -> tuple[int, ...]:
+        """Return what orders its line of an index among the lines of its thread."""
+        found, frame = [index], self
+        while frame.above is not None:
+            found.append(frame.above_at)
+            frame = frame.above
+        return (frame.number, *reversed(found))
+
     def list_calls(self, begin: int, end: int | None = None) -> list[Call]:
         """Return the calls that the lines of the indices from ``begin`` to before ``end`` began, in their order."""
         return [

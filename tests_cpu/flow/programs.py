@@ -262,6 +262,27 @@ def decides_in_the_line_of_a_call_that_fails(rank: int, call: Call) -> None:
     call("barrier")
 
 
+def raises_after_it_left_out_a_call(rank: int, call: Call) -> None:
+    def mean() -> float:
+        if rank == 0:  # HERE
+            return 0.0
+        call("all_reduce")
+        return 1.5
+
+    with contextlib.suppress(ValueError):
+        if mean() == 0.0:
+            raise ValueError("no mean")
+
+
+def calls_in_its_handler(rank: int, call: Call) -> None:
+    if rank == 0:  # HERE
+        try:
+            raise ValueError("not saved")
+        except ValueError:
+            call("all_reduce")
+    call("barrier")
+
+
 def begins_a_call_that_fails(rank: int, call: Call) -> None:
     def wait() -> None:
         call("barrier")

@@ -19,6 +19,8 @@ from nsa.trace.flow import log as written
 from nsa.trace.flow.recorder import FlowRecorder
 from nsa.trace.flow.statements import parse_lines
 from nsa.trace.frames import add_user_file
+from pytest_nsa.diagnosis.divergence import with_divergence
+from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.flow import read as reading
 from pytest_nsa.flow.align import COLLECTIVES, MESSAGES
 from pytest_nsa.flow.first import FirstDivergence, find_first
@@ -136,6 +138,24 @@ def test_what_ranks_did_next(name: str, ranks: set[int], text: str, tmp_path: Pa
     assert found is not None
     assert {rank for rank, (_, did) in found.then.items() if did == text} == ranks
     assert FirstDivergence.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "cause"),
+    [("raises_after_it_left_out_a_call", (), "skipped_collective"), ("calls_in_its_handler", (0,), "rank_exception")],
+)
+def test_whether_an_exception_follows_from_the_difference(
+    name: str, ranks: tuple[int, ...], cause: str, tmp_path: Path
+) -> None:
+    found = first_of(name, tmp_path)
+    assert found is not None
+    assert found.raised_before == ranks
+    verdict = Verdict(
+        nodeid="test", outcome="FAIL", cause="rank_exception", ranks=(0,), world_size=RANKS, reason="ValueError: no"
+    )
+    changed = with_divergence(verdict, found, is_same=True)
+    assert (changed.cause, changed.ranks) == (cause, (0,))
+    assert ("then ValueError: no" in changed.because) == (cause != "rank_exception")
 
 
 def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -> None:

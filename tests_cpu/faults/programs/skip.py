@@ -89,7 +89,7 @@ def test_a_rank_leaves_a_size_out_of_a_list_of_sizes(group, culprit):
 
 
 def mean_of(values):
-    if not values:
+    if not values:  # HERE
         return 0.0
     total = torch.tensor([sum(values), float(len(values))])
     dist.all_reduce(total)  # HERE
