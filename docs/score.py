@@ -20,10 +20,10 @@ command.
 PUBLIC = """
 ## The public set
 
-{programs} programs for torch.distributed on a CPU, each with one fault, its label (ranks, line, cause, statement), its origin and
-a healthy twin. `python benchmarks/hangs.py` prints the labels, runs a program for another tool, and scores any tool's answers,
-which are JSON lines. The rules were written with these programs at hand: the set compares tools. It does not show how often an
-unknown program is named.
+{programs} programs for torch.distributed on a CPU, each with one fault, its label (ranks, line, cause, statement) and its origin.
+Where the fault is on one rank, the program without it is its healthy twin. `python benchmarks/hangs.py` prints the labels, and
+scores any tool's answers, which are JSON lines. The rules were written with these programs at hand: the set compares tools. It
+does not show how often an unknown program is named.
 
 | tool | programs that it was given | ranks right | line right, of those that have one | wrong and certain |
 | --- | ---: | ---: | ---: | ---: |
