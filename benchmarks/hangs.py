@@ -6,8 +6,8 @@
     python benchmarks/hangs.py score nsa.jsonl plain.jsonl --json benchmarks/results/hangs.json
     python benchmarks/peers/bare_fault.py skip test_a_loop_awaits_a_collective_of_its_executor [healthy]
 
-A program is a function in tests_cpu/faults/programs, for torch.distributed on a CPU, of this project's licence. A fault on
-one rank is on `culprit`: without it the program is its healthy twin. The last command runs one without pytest, for another tool. A tool
+A program is a function in tests_cpu/faults/programs, for torch.distributed on a CPU, of this project's licence. A fault on one rank
+is on `culprit`: without it the program is its healthy twin. The last command runs one without pytest, for another tool. A tool
 answers with JSON lines that have its name:
 {"tool": "mine", "program": "test_...", "ranks": [1], "line": 31, "certain": false}; [] and 0 for nothing. A line is one of the
 program's file.
