@@ -112,7 +112,7 @@ ON_RANKS = (
     Suite(
         package="torcheval==0.0.6", address="https://github.com/pytorch/torcheval",
         plugin="pytest_nsa.adapters.elastic pytest_nsa.adapters.spawn",
-        needs=("torchtnt==0.2.4", "scikit-learn", "typing_extensions"),
+        needs=("torchtnt==0.2.4", "setuptools==80.9.0", "scikit-learn", "typing_extensions"),
         tests=("tests/metrics/test_toolkit.py", "tests/metrics/aggregation", "tests/metrics/text"),
     ),
     Suite(
