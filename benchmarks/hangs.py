@@ -21,7 +21,6 @@ import contextlib
 import inspect
 import json
 import re
-import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -36,8 +35,8 @@ from figures import keep, parser_of
 ROOT = foreign.ROOT
 
 from pytest_nsa.diagnosis.foreign import judge  # noqa: E402
+from pytest_nsa.evidence.source import LOCATION  # noqa: E402
 from pytest_nsa.foreign.find import read_job  # noqa: E402
-from pytest_nsa.testing import run_folder  # noqa: E402
 from tests_cpu.faults.planting import marked_lines  # noqa: E402
 from tests_cpu.faults.rows import PLANTED  # noqa: E402
 from tests_cpu.faults.test_corpus import (  # noqa: E402
@@ -46,6 +45,7 @@ from tests_cpu.faults.test_corpus import (  # noqa: E402
     list_programs,
     load_file,
     rows_by_program,
+    run_programs,
 )
 
 WORKERS, AT_ONCE = 3, 8  # tests; programs on plain processes, which wait for most of their time
@@ -58,7 +58,7 @@ def list_labels() -> Iterator[dict[str, Any]]:
     for file, name, program in list_programs():
         row, path = rows[name], HERE / "programs" / f"{file}.py"
         own, statement, text = (
-            _lines_of(path, name),
+            _list_lines(path, name),
             row.divergence.get("statement", ""),
             path.read_text(encoding="utf-8"),
         )
@@ -70,7 +70,7 @@ def list_labels() -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _lines_of(path: Path, name: str) -> set[int]:
+def _list_lines(path: Path, name: str) -> set[int]:
     """Return the lines of a program: of its function, and of what this one names in its file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -91,21 +91,19 @@ def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:
         by_file[file].append(name)
     for file, names in by_file.items():
         with tempfile.TemporaryDirectory() as folder:
-            shutil.copy(HERE / "programs" / f"{file}.py", Path(folder, PLANTED))
-            Path(folder, "conftest.py").write_text(AS_FAULTS.conftest)
-            options = (*AS_FAULTS.options, "ranks_check_divergence=true", f"pythonpath={ROOT}", "ranks_rerun=all")
-            workers = ("-p", "xdist", "-n", str(WORKERS)) if len(names) > WORKERS else ()
-            words = [word for option in options for word in ("-o", option)]
-            tests = [f"{PLANTED}::{name}" for name in names]
+            workers = WORKERS if len(names) > WORKERS else 0
             with contextlib.redirect_stdout(sys.stderr):
-                found = run_folder(Path(folder), *workers, *words, *tests, timeout=900)
+                found = run_programs(
+                    Path(folder), AS_FAULTS, file, names, "--ranks-rerun", "all", workers=workers, timeout=900
+                )
         for name in names:
             verdict = found.verdicts.get(name)
             if verdict is not None:
-                place = re.search(rf"{PLANTED}:(\d+)", verdict.where)
+                place = LOCATION.match(verdict.where)
+                is_own = place is not None and Path(place["file"]).name == PLANTED
                 yield {
                     "tool": "pytest-nsa", "program": name, "ranks": list(verdict.ranks), "certain": verdict.certain,
-                    "line": int(place[1]) if place else 0, "cause": verdict.cause,
+                    "line": int(place["line"]) if place is not None and is_own else 0, "cause": verdict.cause,
                 }  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def call_function(rank: int, folder: str, takes_rank: bool) -> None:
     """Call what `run` has pickled, on a rank; its value is pickled."""
     context = current_rank()
     is_second = context is not None and context.job.flow
-    own = Path(folder, f"call{2 * rank + is_second}")
+    own = Path(folder, f"call{_RUNS * rank + is_second}")
     path = own if own.exists() else Path(folder, "call0")
     variables, here, key, function, arguments = pickle.loads(path.read_bytes())
     os.environ.update(variables)

@@ -59,7 +59,7 @@ def _check_list(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _map_of(shape: Mapping[str, Check], *, may_be_empty: bool = False) -> Check:
+def _check_fields(shape: Mapping[str, Check], *, may_be_empty: bool = False) -> Check:
     return lambda value: is_map(value) and ((may_be_empty and not value) or has(value, shape))
 
 
@@ -87,10 +87,10 @@ def _places(value: Any) -> bool:
 
 
 # A frame with the counters of its loops, the locations of its generators, and its exceptions.
-is_counted = _map_of(
+is_counted = _check_fields(
     {
         "at": is_text, "counters": is_map, "streams?": _check_list(is_text),
-        "errors?": _check_list(_map_of({"name": is_text, "says": is_text, "at": is_text})),
+        "errors?": _check_list(_check_fields({"name": is_text, "says": is_text, "at": is_text})),
     }
 )  # fmt: skip
 _STALL: dict[str, Check] = {
@@ -157,14 +157,14 @@ EVENTS: dict[str, dict[str, Check]] = {
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
     "keys?": _key_uses, "keys_awaited?": _key_uses, "lines?": _check_list(is_text),
-    "handles?": _map_of({"says": is_text, "at": is_text, "in": is_text}, may_be_empty=True),
-    "asyncio?": _map_of({
+    "handles?": _check_fields({"says": is_text, "at": is_text, "in": is_text}, may_be_empty=True),
+    "asyncio?": _check_fields({
         "tasks": _check_list(is_text), "timers": _int, "files": _int,
-        "failed?": _check_list(_map_of({"says": is_text, "at": is_text})),
+        "failed?": _check_list(_check_fields({"says": is_text, "at": is_text})),
     }, may_be_empty=True),
 }  # fmt: skip
 XFAIL: dict[str, Check] = {"reason": is_text, "strict": is_flag, "any": is_flag, "expects": is_flag}
-REPORT: dict[str, Check] = {"report": is_map, "text": is_text, "subtest?": is_flag, "xfail?": _map_of(XFAIL)}
+REPORT: dict[str, Check] = {"report": is_map, "text": is_text, "subtest?": is_flag, "xfail?": _check_fields(XFAIL)}
 BEAT: dict[str, Check] = {
     "time": is_number, "step": _int, "phase": is_text, "rss_mib?": _number_or_none, "cuda_allocated_mib?": _number_or_none,
     "cuda_reserved_mib?": _number_or_none,

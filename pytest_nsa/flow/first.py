@@ -236,14 +236,16 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
 def _has_raised_before(parting: Parting, which: int, flow: Flow, call: Call | None) -> bool:
     """Return whether a rank raised before its first other call, or in another thread: an exception that may have led to it."""
     frame, at = parting.frames[which], parting.at[which]
+    raised = [(other, k) for other, k in flow.raised if not other.raised[k].startswith("Stop")]
+    if flow.frames.get(frame.number) is not frame:  # a part of a frame, where the log was full: its order is not known
+        return bool(raised)
     begins = flow.frames.get(call.place[0]) if call is not None else None
     there = frame.get_position(at) if begins is None or call is None else begins.get_position(call.place[1])
-    for other in flow.frames.values():
-        for index in (k for k, text in other.raised.items() if not text.startswith("Stop")):
-            position = other.get_position(index)
-            is_around = there[: len(position)] == position  # a caller's line goes on when the call has ended
-            if other.thread != frame.thread or (position < there and not is_around):
-                return True
+    for other, k in raised:
+        position = other.get_position(k)
+        is_around = there[: len(position)] == position  # a caller's line goes on when the call has ended
+        if other.thread != frame.thread or (position < there and not is_around):
+            return True
     return False
 
 

@@ -108,6 +108,7 @@ class Flow:
     sets: list[tuple[str, str, Frame, int]] = field(
         default_factory=list
     )  # of attributes: chain, value, frame, index of the line
+    raised: list[tuple[Frame, int]] = field(default_factory=list)  # the frame, and the index of the line that raised
     is_cut: bool = False  # the begin was not kept
 
     def first_kept(self, thread: int) -> int:
@@ -131,7 +132,7 @@ class Flow:
                 inner.above, inner.above_at = cut, 0
             cut.calls[0] = [call for call in cut.calls.get(0, ()) if id(call) in kept]
             inner, at, frame = cut, frame.above_at, frame.above
-        return Flow(self.rank, [inner] if inner is not None else [], self.calls, self.frames, self.sets)
+        return Flow(self.rank, [inner] if inner is not None else [], self.calls, self.frames, self.sets, self.raised)
 
 
 def read_flow(path: Path, rank: int) -> Flow | None:
@@ -258,6 +259,7 @@ class _Reader:
             frame.is_paused = True
         elif kind == RAISED:
             frame.raised[len(frame.lines) - 1] = text
+            self.flow.raised.append((frame, len(frame.lines) - 1))
         else:
             name, _, value = text.partition("\0")
             held = frame.values if kind == SET else frame.reads

@@ -11,7 +11,7 @@ import functools
 import importlib
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -79,6 +79,20 @@ AS_HEALTHY = Way("test_no_alarm", "", ("ranks_hang_after=30",), 2)
 Run = Callable[[Way, str], ExampleResult]
 
 
+def run_programs(
+    folder: Path, way: Way, file: str, names: list[str], *arguments: str, workers: int, timeout: float
+) -> ExampleResult:
+    """Run tests of a file in ``folder``, with ``workers`` of xdist (0: none)."""
+    is_healthy = way.function == AS_HEALTHY.function
+    copied = "test_healthy.py" if is_healthy else PLANTED
+    shutil.copy(HERE / f"{file}.py" if is_healthy else HERE / "programs" / f"{file}.py", folder / copied)
+    (folder / "conftest.py").write_text(way.conftest)
+    options = (*way.options, "ranks_check_divergence=true", f"pythonpath={ROOT}")
+    words = [word for option in options for word in ("-o", option)]
+    spread = ("-p", "xdist", "-n", str(workers)) if workers else ()
+    return run_folder(folder, *spread, *words, *arguments, *(f"{copied}::{name}" for name in names), timeout=timeout)
+
+
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Run:
     """Return a function that runs those tests of a file that this session asks for, once.
@@ -93,17 +107,11 @@ def run_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         names = [params["name"] for params in calls if params["file"] == file]
         folder = tmp_path_factory.mktemp(f"{way.function}_{file}")
         is_healthy = way is AS_HEALTHY
-        copied = "test_healthy.py" if is_healthy else PLANTED
-        shutil.copy(HERE / f"{file}.py" if is_healthy else HERE / "programs" / f"{file}.py", folder / copied)
-        (folder / "conftest.py").write_text(questions.CONFTEST if is_healthy and is_recorded else way.conftest)
-        options = (*way.options, "ranks_check_divergence=true", f"pythonpath={ROOT}")
-        arguments = [a for option in options for a in ("-o", option)]
+        asking = replace(way, conftest=questions.CONFTEST) if is_healthy and is_recorded else way
         # A worker takes as much time to start as a test or two to run.
-        spread = ("-p", "xdist", "-n", str(min(way.workers, len(names) // 2))) if len(names) > 3 else ()
-        tests = [f"{copied}::{name}" for name in names]
-        if is_recorded and not is_healthy:
-            arguments += ["--ranks-rerun", "all"]
-        result = run_folder(folder, *spread, "--ranks-keep", "all", *arguments, *tests, timeout=280)
+        workers = min(way.workers, len(names) // 2) if len(names) > 3 else 0
+        arguments = ("--ranks-keep", "all", *(("--ranks-rerun", "all") if is_recorded and not is_healthy else ()))
+        result = run_programs(folder, asking, file, names, *arguments, workers=workers, timeout=280)
         if is_healthy and is_recorded:
             assert names == healthy_tests(file), "a module is recorded as a whole: -m 'slow or not slow'"
             assert result.run is not None
