@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests_cpu.plugin.leftovers import processes_below
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -53,11 +52,3 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def no_process_is_left(folder: Path) -> None:
-    """Assert that no process is left in ``folder``, within the time that the kernel and the last of them take."""
-    deadline = time.monotonic() + 20
-    while processes_below(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_below(folder) == []

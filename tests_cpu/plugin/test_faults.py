@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.testing import ExampleResult
-from tests_cpu.plugin.leftovers import processes_below
+from tests_cpu.plugin.leftovers import no_process_is_left
 from tests_cpu.plugin.programs import differences, run_program
 
 
@@ -24,7 +24,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Pat
 def test_each_fault_is_named_and_nothing_is_left(faults: tuple[ExampleResult, Path]) -> None:
     result, folder = faults
     assert differences("faults", result) == []
-    assert processes_below(folder) == []
+    no_process_is_left(folder)
     assert all(v.duration_s < 30 for v in result.verdicts.values() if v.certain)  # of the 60 that each has
 
 

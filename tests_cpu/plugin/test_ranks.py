@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pytest_nsa.testing import run_example
-from tests_cpu.plugin.leftovers import processes_below
+from tests_cpu.plugin.leftovers import no_process_is_left
 
 EVERYDAY = """
 @world_size(2)
@@ -200,7 +200,7 @@ def test_b(group, made): assert made == group.rank
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert "the process that starts the ranks has ended" in result.verdicts["test_a"].reason
-    assert processes_below(pytester.path) == []
+    no_process_is_left(pytester.path)
     assert result.run is not None
     assert "test_a" in (result.run / "SUMMARY.md").read_text()
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_nsa.system import sockets
 from pytest_nsa.testing import HEADER, run_example, run_folder
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below, that_stay
+from tests_cpu.plugin.leftovers import no_process_is_left, ours_in_temporary_folders, that_stay
 from tests_cpu.plugin.programs import differences, read_program
 from tests_cpu.plugin.sessions import start_session, wait_for
 from tests_cpu.warm import WarmPython
@@ -38,7 +38,7 @@ def test_every_fault_is_reported_every_next_test_passes_and_nothing_is_left(tmp_
     assert differences("tough", result) == []
     passed = [verdict for verdict in result.verdicts.values() if not verdict.failed]
     assert len(passed) == len(faults.expected)
-    assert processes_below(tmp_path) == []
+    no_process_is_left(tmp_path)
     assert that_stay(ours_in_temporary_folders() - before) == set()
     assert len(result.stdout) < 2_000_000  # the terminal does not get 100 MB of text
 
@@ -129,7 +129,7 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pyte
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     verdicts = list(read_lines(pytester.path / "artifacts" / "latest" / "verdicts.jsonl"))
     assert [v["outcome"] for v in verdicts] == ["INTERRUPTED"], text
-    assert processes_below(pytester.path) == []
+    no_process_is_left(pytester.path)
 
 
 def test_a_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
