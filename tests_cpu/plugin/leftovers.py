@@ -1,4 +1,4 @@
-"""What a run may leave behind: its processes, and the plugin's files in the folders for temporary files."""
+"""The processes that a run may leave behind."""
 
 from __future__ import annotations
 
@@ -30,19 +30,3 @@ def no_process_is_left(folder: Path) -> None:
     while processes_below(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_below(folder) == []
-
-
-OTHERS_S = 60.0  # for sessions of other tests that run now to end, with their files
-
-
-def ours_in_temporary_folders() -> set[Path]:
-    """Return the plugin's files in /tmp and /dev/shm."""
-    return {path for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob("pytest-nsa*")}
-
-
-def that_stay(files: set[Path]) -> set[Path]:
-    """Return those files that are still there when sessions of other tests have had time to end."""
-    deadline = time.monotonic() + OTHERS_S
-    while (there := {path for path in files if path.exists()}) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return there

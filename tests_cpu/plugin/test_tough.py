@@ -11,7 +11,7 @@ import pytest
 from pytest_nsa.system import sockets
 from pytest_nsa.testing import HEADER, run_example, run_folder
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.leftovers import no_process_is_left, ours_in_temporary_folders, that_stay
+from tests_cpu.plugin.leftovers import no_process_is_left
 from tests_cpu.plugin.programs import differences, read_program
 from tests_cpu.plugin.sessions import start_session, wait_for
 from tests_cpu.warm import WarmPython
@@ -30,16 +30,20 @@ def with_a_good_test_after_each(source: str) -> str:
     return text
 
 
-def test_every_fault_is_reported_every_next_test_passes_and_nothing_is_left(tmp_path: Path) -> None:
+def test_every_fault_is_reported_every_next_test_passes_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults = read_program("tough")
     (tmp_path / "test_example.py").write_text(with_a_good_test_after_each(faults.text))
-    before = ours_in_temporary_folders()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     result = run_folder(tmp_path)
     assert differences("tough", result) == []
     passed = [verdict for verdict in result.verdicts.values() if not verdict.failed]
     assert len(passed) == len(faults.expected)
     no_process_is_left(tmp_path)
-    assert that_stay(ours_in_temporary_folders() - before) == set()
+    assert list(temporary.glob("pytest-nsa-*-*")) == []  # not the private folder, which stays
     assert len(result.stdout) < 2_000_000  # the terminal does not get 100 MB of text
 
 
