@@ -102,7 +102,10 @@ _INI: dict[tuple[str, str | bool | tuple[str, ...]], str] = {
     ("ranks_marks", False): (
         "Marks of pytest.mark, as pytest.mark.world_size(2), ask for ranks also where nothing imports pytest_nsa"
     ),
-    ("ranks_timeout", "300"): "Seconds for a test on ranks that has no limit from pytest-timeout",
+    (
+        "ranks_timeout",
+        "300",
+    ): "Seconds for a test on ranks, or a call of `launch`, that has no limit from pytest-timeout",
     ("ranks_start_timeout", "120"): "Seconds for the ranks to form their group",
     ("ranks_ahead", True): "While a test runs, fork the ranks of the next one, on gloo and CPU",
     ("ranks_check_divergence", False): (

@@ -18,6 +18,7 @@ from pytest_nsa.wire.files import open_to_read
 MOST_FILES = 1 << 14
 TEXT = 16 << 20  # bytes of a text that is read as a whole
 _RANK_IN_NAME = re.compile(r"(?:rank|proc|worker|default|stderr|stdout|log|stack|dump)[_.-]?(\d+)", re.I)
+_PLURALS = re.compile(r"^(log|text)\b|dump$")
 
 
 def read_job(paths: Iterable[Path]) -> ForeignJob:
@@ -31,13 +32,9 @@ def read_job(paths: Iterable[Path]) -> ForeignJob:
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
             job.unread.append(f"{path}: {str(error)[:200] or type(error).__name__}")
     for kind, number in sorted(counts.items()):
-        noun = kind if number == 1 else _plural(kind)
+        noun = kind if number == 1 else _PLURALS.sub(r"\g<0>s", kind)
         job.kinds.append(f"{number} {noun}{_detail(job, kind, versions)}")
     return job
-
-
-def _plural(kind: str) -> str:
-    return f"logs{kind[3:]}" if kind.startswith("log ") else f"{kind}s"
 
 
 def _detail(job: ForeignJob, kind: str, versions: set[str]) -> str:
@@ -46,7 +43,8 @@ def _detail(job: ForeignJob, kind: str, versions: set[str]) -> str:
     ranks = sorted(rank for rank, values in job.ranks.items() if values.has_dump)
     has_frames = any(call.frames for values in job.ranks.values() for call in values.calls)
     version = f", version {', '.join(sorted(versions))}" if versions else ""
-    return f"{version}, ranks {ranks[0]} to {ranks[-1]}, {'with' if has_frames else 'without'} stacks"
+    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"{version}, {numbers}, {'with' if has_frames else 'without'} stacks"
 
 
 def _files(paths: Iterable[Path]) -> Iterator[Path]:

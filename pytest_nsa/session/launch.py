@@ -56,9 +56,6 @@ class Outcome:
 failed_key = pytest.StashKey[bool]()
 launched_key = pytest.StashKey[list[Verdict]]()
 
-DEFAULT_TIMEOUT_S = 60.0
-
-
 Launch = Callable[..., Outcome]
 
 
@@ -78,15 +75,15 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         reruns: bool = False,
     ) -> Outcome:
         __tracebackhide__ = True
+        runner = request.config.stash[runner_key]
         outer = request.node.stash.get(timeout_key, None)
         if timeout is None:
-            timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
+            timeout = runner.settings.timeout if outer is None else min(runner.settings.timeout, 0.8 * outer)
         _check(function, world_size, timeout, outer, arguments or {})
         if backend not in (*BACKENDS, None):
             raise ValueError(
                 f"launch({function.__qualname__}, backend={backend!r}): must be one of {', '.join(BACKENDS)}, None"
             )
-        runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
         job = Job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,8 @@ def test_launch_runs_a_function_on_ranks(launch: Launch) -> None:
     outcome = launch(body_that_passes, world_size=4, arguments={"value": 7})
     assert outcome.passed, outcome.verdict
     assert "rank 3 was here" in outcome.output(3)
+    limit = json.loads((outcome.folder / "job.json").read_text())["timeout"]
+    assert limit == 144  # 0.8 of the limit of this suite's tests, which is below ranks_timeout
 
 
 def test_launch_gives_the_verdict_to_read(launch: Launch) -> None:
