@@ -2,7 +2,7 @@
 
     python benchmarks/hangs.py labels                        # a JSON line per program: what is right
     python benchmarks/hangs.py answer nsa > nsa.jsonl        # pytest-nsa's answers
-    python benchmarks/hangs.py answer plain > plain.jsonl    # of plain processes: by their dumps, and by their stacks
+    python benchmarks/hangs.py answer plain > plain.jsonl    # of plain processes: what each reader of their evidence says
     python benchmarks/hangs.py score nsa.jsonl plain.jsonl --json benchmarks/results/hangs.json
     python benchmarks/peers/bare_fault.py skip test_a_loop_awaits_a_collective_of_its_executor [healthy]
 
@@ -20,7 +20,11 @@ import ast
 import contextlib
 import inspect
 import json
+import os
+import pickle
 import re
+import statistics
+import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -29,17 +33,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import foreign
-from figures import keep, parser_of
+from figures import ROOT, keep, parser_of
 
-ROOT = foreign.ROOT
+sys.path.insert(0, str(ROOT))
 
-from pytest_nsa.diagnosis.foreign import judge  # noqa: E402
-from pytest_nsa.evidence.source import LOCATION  # noqa: E402
-from pytest_nsa.foreign.find import read_job  # noqa: E402
-from tests_cpu.faults.planting import marked_lines  # noqa: E402
-from tests_cpu.faults.rows import PLANTED  # noqa: E402
-from tests_cpu.faults.test_corpus import (  # noqa: E402
+from pytest_nsa.diagnosis.foreign import judge
+from pytest_nsa.evidence.source import LOCATION
+from pytest_nsa.foreign.find import read_job
+from pytest_nsa.foreign.texts import read_analysis
+from tests_cpu.faults.planting import marked_lines
+from tests_cpu.faults.rows import PLANTED
+from tests_cpu.faults.test_corpus import (
     AS_FAULTS,
     HERE,
     list_programs,
@@ -104,11 +108,15 @@ def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:
                 yield {
                     "tool": "pytest-nsa", "program": name, "ranks": list(verdict.ranks), "certain": verdict.certain,
                     "line": int(place["line"]) if place is not None and is_own else 0, "cause": verdict.cause,
+                    "seconds": round(verdict.stalled_s + verdict.time_to_verdict_s, 1),
                 }  # fmt: skip
 
 
 def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
-    """Yield two answers on each program that runs without pytest: of its flight recorder's dumps, and of its stacks."""
+    """Yield each reader's answer on each program that runs without pytest: one run leaves dumps, stacks and logs.
+
+    No rank has our tracer. A watchdog's thread of each rank writes its dump and its stacks; a launcher writes how processes ended.
+    """
     programs = [
         (file, name, program.n) for file, name, program in list_programs()
         if set(inspect.signature(getattr(load_file(file), name)).parameters) <= {"group", "ddp", "fsdp", "culprit", "tmp_path"}
@@ -118,25 +126,62 @@ def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
             yield from answers
 
 
+def run_plain(file: str, test: str, folder: Path) -> None:
+    """Run a program on plain processes, which leave dumps and stacks in ``folder``, and end unless one holds the GIL."""
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "FR_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
+    script = str(ROOT / "benchmarks" / "peers" / "bare_fault.py")
+    command = ["timeout", "--signal", "KILL", "90", sys.executable, script, file, test, "leave"]
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
 def _answer_plain(file: str, name: str, n: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        foreign.run_program(file, name, folder)
-        verdict, _ = judge(read_job(sorted(folder.glob("trace_*"))), name)
-        stacks = {rank: folder / f"stack_{rank}.txt" for rank in range(n)}  # a rank that has ended has none
-        texts = {rank: path.read_text() if path.exists() else "" for rank, path in stacks.items()}
-        ranks, line = read_stacks(texts, file)
-    of = {"program": name, "certain": False}
-    return [
-        {
-            **of,
-            "tool": "dumps of the flight recorder",
-            "ranks": list(verdict.ranks),
-            "line": 0,
-            "certain": verdict.certain,
-        },
-        {**of, "tool": "stacks, by the majority", "ranks": ranks, "line": line},
-    ]
+        run_plain(file, name, folder)
+        return list_answers(file, name, n, folder)
+
+
+def list_answers(file: str, name: str, n: int, folder: Path) -> list[dict[str, Any]]:
+    """Return what each reader says of what plain processes left in a folder."""
+    answers = []
+    for tool, pattern in (("diagnose, of dumps", "trace_*"), ("diagnose, of dumps, stacks and logs", "*")):
+        verdict, _ = judge(read_job(sorted(folder.glob(pattern))), name)
+        place = LOCATION.match(verdict.where)
+        is_own = place is not None and place["file"].endswith(f"/programs/{file}.py")
+        line = int(place["line"]) if place is not None and is_own else 0
+        answers.append(
+            {"tool": f"pytest-nsa {tool}", "ranks": list(verdict.ranks), "line": line, "certain": verdict.certain}
+        )
+    stated = list(read_analysis(analyze(folder)))
+    ranks = min((s.ranks for s in stated), key=len, default=())
+    answers.append({"tool": "torch's analyzer of dumps", "ranks": list(ranks), "line": 0})
+    stacks = {rank: folder / f"stack_{rank}.txt" for rank in range(n)}  # a rank that has ended has none
+    texts = {rank: path.read_text() if path.exists() else "" for rank, path in stacks.items()}
+    odd, line = read_stacks(texts, file)
+    answers.append({"tool": "stacks, by the majority", "ranks": odd, "line": line})
+    return [{"program": name, **answer} for answer in answers]
+
+
+def analyze(folder: Path) -> str:
+    """Return what torch's analyzer of flight recorder dumps prints.
+
+    In torch 2.13 it ends with a KeyError on gloo's dumps: their list of groups names the default one '', and their entries name it
+    '0'. That is mended here, so that what is compared is what the analyzer finds.
+    """
+    with tempfile.TemporaryDirectory() as copies:
+        for dump in folder.glob("trace_*"):
+            try:
+                recorded = pickle.loads(dump.read_bytes())  # our own ranks wrote it
+            except (EOFError, pickle.UnpicklingError):  # its rank was killed meanwhile
+                continue
+            groups = recorded.get("pg_config", {})
+            if "" in groups:
+                groups["0"] = {**groups.pop(""), "name": "0"}
+            Path(copies, dump.name).write_bytes(pickle.dumps(recorded))
+        options = ("-p", "trace_", "--allow-incomplete-ranks", "--print_stack_trace")
+        command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", copies, *options]
+        done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
+    return done.stdout + done.stderr
 
 
 def read_stacks(stacks: dict[int, str], file: str) -> tuple[list[int], int]:
@@ -152,19 +197,28 @@ def read_stacks(stacks: dict[int, str], file: str) -> tuple[list[int], int]:
     return (odd, lines[odd[0]]) if odd and number > len(lines) / 2 else ([], 0)
 
 
-def score(answers: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return by tool how many programs it answered, and in how many of these ranks and line are right."""
+def score(answers: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return by tool how many programs it answered, and in how many of these ranks and line are right.
+
+    Where a tool gives ``seconds`` from the beginning of a stall to its answer, their median and the longest, too.
+    """
+    seconds: dict[str, list[float]] = defaultdict(list)
     labels = {label["program"]: label for label in list_labels()}
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for answer in answers:
         label, row = labels[answer["program"]], rows[answer["tool"]]
         right = sorted(answer["ranks"]) == sorted(label["ranks"])
         row["programs"] += 1
+        if answer.get("seconds"):
+            seconds[answer["tool"]].append(answer["seconds"])
         row["ranks right"] += right
         row["have a line"] += bool(label["lines"])
         row["line right"] += right and answer["line"] in label["lines"]
         row["wrong and certain"] += bool(answer.get("certain")) and bool(answer["ranks"]) and not right
-    return {tool: dict(row) for tool, row in rows.items()}
+    times = {
+        tool: {"median s": statistics.median(all_of), "longest s": max(all_of)} for tool, all_of in seconds.items()
+    }
+    return {tool: {**row, **times.get(tool, {})} for tool, row in rows.items()}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.facts import last_seen, make_finding
-from pytest_nsa.diagnosis.rules import absence, calls, messages, stalls
+from pytest_nsa.diagnosis.rules import absence, calls, messages, payloads, stalls
 from pytest_nsa.diagnosis.rules.activity import find_activity
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
@@ -37,10 +37,12 @@ def judge(job: ForeignJob, name: str, *, sources: bool = False) -> tuple[Verdict
     evidence = build_evidence(job, name)
     if sources:
         evidence = _with_sources(evidence)
-    raised, died, stated, absent, behind = (_as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind))
+    raised, died, stated, absent, behind, silent = (
+        _as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind, _silent)
+    )
     rules = (
         raised, died, calls.departed, stated, absent, behind, calls.waiting_in_different_calls, messages.unpaired,
-        stalls.blocked, absence.not_entered, stalls.in_transit, _unknown,
+        stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, silent, _unknown,
     )  # fmt: skip
     return diagnose(evidence, rules), evidence
 
@@ -166,6 +168,17 @@ def _behind(job: ForeignJob, evidence: Evidence) -> Finding | None:
     return make_finding(evidence, "device_busy", ranks, reason, 0.6, where=last_seen(ranks[0]))
 
 
+def _silent(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find the ranks without a dump, where most have one: they had ended, or held the GIL, which a watchdog's thread needs."""
+    have_dumps = {r for r, values in job.ranks.items() if values.has_dump}
+    ranks = [rank for rank in evidence.ranks if rank.rank not in have_dumps]
+    if not ranks or len(ranks) > len(have_dumps):
+        return None
+    who = describe_ranks(tuple(r.rank for r in ranks), len(evidence.ranks))
+    reason = f"{who} left no dump, and the others do not wait in a call"
+    return make_finding(evidence, "unknown", ranks, reason, _AMONG_MANY, where=last_seen(ranks[0]))
+
+
 def _unknown(evidence: Evidence) -> Finding:
     places = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if (place := last_seen(r)))
     return Finding(cause="unknown", ranks=(), reason=f"no rule fits{f'; {places}' if places else ''}", confidence=0.0)
@@ -188,7 +201,8 @@ def _members(job: ForeignJob, group: str) -> tuple[int, ...]:
     if known:
         return known
     called = {r for r, v in job.ranks.items() if any(c.group == group for c in v.calls) or group in v.counts}
-    return tuple(range(job.size)) if group == "0" or group.startswith("of ") else tuple(sorted(called))
+    has_all = group == "0" or group.startswith("of ") or job.size == 2  # a call of one rank alone does not wait
+    return tuple(range(job.size)) if has_all else tuple(sorted(called))
 
 
 def build_evidence(job: ForeignJob, name: str) -> Evidence:

@@ -121,7 +121,8 @@ def _call(entry: dict[str, Any], group: str) -> ForeignCall | None:
     if not name or name == "coalesced":
         return None
     peers = _PEERS.match(name)
-    sizes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
+    given = "output" if name == "scatter" else "input"  # of a scatter, only the root has inputs
+    sizes, dtypes = entry.get(f"{given}_sizes") or [], entry.get(f"{given}_dtypes") or []
     count = sum(math.prod(int(n) for n in size) for size in sizes if isinstance(size, list | tuple))
     dtype = str(dtypes[0]).lower() if dtypes else ""
     number = entry.get("p2p_seq_id" if peers else "collective_seq_id", entry.get("seq_id", 0))

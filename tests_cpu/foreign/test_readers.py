@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,48 @@ def test_counters_alone_are_never_certain(tmp_path: Path) -> None:
         write(tmp_path, **{f"dump_{rank}": dump([entry("all_reduce", done + 1)], {"0": (10, done)}, members)})
     verdict, _ = judge(read_job([tmp_path]), "job")
     assert (verdict.ranks, verdict.certain) == ((2,), False)
+
+
+def dumps_of(*entries: list[dict[str, Any]], done: int = 1) -> dict[str, str]:
+    """Return a dump per rank; a rank without entries leaves none. No dump has the members of a group."""
+    return {f"dump_{r}": dump(of, {of[0]["process_group"][0]: (1, done)}, {}) for r, of in enumerate(entries) if of}
+
+
+DONE = {"state": "completed"}
+ALL_TO_ALL = entry("all_to_all", 1) | DONE
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        # Calls that ended are compared, too: no backend notices another type of the same size.
+        (
+            dumps_of([ALL_TO_ALL], [ALL_TO_ALL], [ALL_TO_ALL | {"input_dtypes": ["Int"]}]),
+            ("collective_mismatch", (2,), True),
+        ),
+        # Only the root of a scatter has inputs.
+        (
+            dumps_of(
+                [entry("scatter", 1) | DONE | {"output_sizes": [[4]]}],
+                [entry("scatter", 1) | DONE | {"input_sizes": [], "output_sizes": [[4]]}],
+            ),
+            ("unknown", (), False),
+        ),
+        # A group of one rank alone does not wait: of two ranks, both are in it.
+        (
+            dumps_of([entry("all_reduce", 1, group="1")], [entry("all_reduce", 1, group="2")], done=0),
+            ("group_order_deadlock", (0, 1), False),
+        ),
+        # No rank waits, and one has left no dump.
+        (dumps_of([entry("all_reduce", 1) | DONE], [], [entry("all_reduce", 1) | DONE]), ("unknown", (1,), False)),
+    ],
+    ids=["another type", "a scatter", "two groups", "no dump"],
+)
+def test_what_dumps_show_without_a_call_that_waits(
+    files: dict[str, str], found: tuple[object, ...], tmp_path: Path
+) -> None:
+    verdict, _ = judge(read_job([write(tmp_path, **files)]), "job")
+    assert (verdict.cause, verdict.ranks, verdict.certain) == found
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank{r}]:", "{r}: ", "[default{r}]:", "\x1b[36m(RayWorker pid=9)\x1b[0m "])
