@@ -108,7 +108,8 @@ WITHIN = 3  # lines of a library that are named between the user's and torch's f
 _LIBRARY_BYTES = 120  # of these lines: they share a field of the board with the callers
 _SCHEDULES = os.path.join("torch", "distributed", "pipelining", "")  # they make the user's calls, as a trainer does
 _RUNNERS = tuple(name + os.sep for name in ("_pytest", "pluggy"))  # they call the program
-_FRAMEWORK = ("torch" + os.sep, *_RUNNERS)
+# typing_extensions is a part of later standard libraries: its `deprecated` is around functions of torch.
+_FRAMEWORK = ("torch" + os.sep, "typing_extensions.py", *_RUNNERS)
 
 
 @functools.cache

@@ -327,7 +327,8 @@ def side(parting: Parting, which: int) -> str:
         group = f"group {call.group}" if call.group not in ("", "0") else ""
         root = f"root {call.root}" if call.root >= 0 else ""
         tag = call.note if call.kind in MESSAGES else ""
-        return " ".join(filter(None, (call.op, call.what, group, root, tag)))
+        details = ", ".join(filter(None, (call.what, group, root, tag)))
+        return f"begins {call.op}" + (f" ({details})" if details else "")
     if parting.kind == "callee":
         names = ", ".join(dict.fromkeys(f.name for f in frame.children.get(at, ())))
         numbers = Counter(call.op for call in frame.calls.get(at, ()))
