@@ -26,6 +26,7 @@ from pytest_nsa.wire.messages import Job
 
 Payloads = dict[tuple[str, int, str], tuple[str, int]]  # (group, number, operation) -> type and count
 _AMONG_MANY = 0.4  # that several ranks without evidence never came: their evidence may be elsewhere
+_CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
 _CAUSES = {"missing": "missing_collective", "mismatch": "collective_mismatch", "behind": "missing_collective"}
 
 
@@ -37,12 +38,12 @@ def judge(job: ForeignJob, name: str, *, sources: bool = False) -> tuple[Verdict
     evidence = build_evidence(job, name)
     if sources:
         evidence = _with_sources(evidence)
-    raised, died, stated, absent, behind, silent = (
-        _as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind, _silent)
+    raised, died, stated, absent, behind, aborted, silent = (
+        _as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind, _aborted, _silent)
     )
     rules = (
         raised, died, calls.departed, stated, absent, behind, calls.waiting_in_different_calls, messages.unpaired,
-        stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, silent, _unknown,
+        stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, aborted, silent, _unknown,
     )  # fmt: skip
     return diagnose(evidence, rules), evidence
 
@@ -77,12 +78,22 @@ def _raised(job: ForeignJob, evidence: Evidence) -> Finding | None:
 
 
 def _died(job: ForeignJob, evidence: Evidence) -> Finding | None:
-    """Find the ranks that a signal ended, other than SIGTERM, by which a launcher ends the others."""
-    dead = [evidence.ranks[r] for r, v in sorted(job.ranks.items()) if v.signal and v.signal != signal.SIGTERM]
-    if not dead:
+    """Find the ranks that a signal ended: not SIGTERM, by which a launcher ends the others, nor SIGABRT."""
+    return _ended(evidence, {r: v.signal for r, v in job.ranks.items() if v.signal not in (0, *_CONSEQUENCES)})
+
+
+def _aborted(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find the ranks that aborted, as NCCL's watchdog and gloo do because of another rank."""
+    return _ended(evidence, {r: v.signal for r, v in job.ranks.items() if v.signal == signal.SIGABRT})
+
+
+def _ended(evidence: Evidence, signals: dict[int, int]) -> Finding | None:
+    if not signals:
         return None
-    names = ", ".join(f"rank {r.rank} was ended by signal {r.signal}" for r in dead)
-    return make_finding(evidence, "rank_died", dead, names, 0.9, certain=len(dead) == 1)
+    names = ", ".join(f"rank {r} was ended by signal {number}" for r, number in sorted(signals.items()))
+    ranks, is_certain = [evidence.ranks[r] for r in sorted(signals)], signal.SIGABRT not in signals.values()
+    confidence = 0.9 if is_certain else _AMONG_MANY
+    return make_finding(evidence, "rank_died", ranks, names, confidence, certain=is_certain and len(ranks) == 1)
 
 
 def _stated(job: ForeignJob, evidence: Evidence) -> Finding | None:

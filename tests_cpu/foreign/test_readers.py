@@ -115,10 +115,16 @@ ALL_TO_ALL = entry("all_to_all", 1) | DONE
             dumps_of([entry("all_reduce", 1, group="1")], [entry("all_reduce", 1, group="2")], done=0),
             ("group_order_deadlock", (0, 1), False),
         ),
+        # A library aborts a rank because of another one.
+        (
+            dumps_of([ALL_TO_ALL], [ALL_TO_ALL], [ALL_TO_ALL | {"input_dtypes": ["Int"]}])
+            | {"launcher.log": "  rank      : 0 (local_rank: 0)\n  exitcode  : -6 (pid: 7)\n"},
+            ("collective_mismatch", (2,), True),
+        ),
         # No rank waits, and one has left no dump.
         (dumps_of([entry("all_reduce", 1) | DONE], [], [entry("all_reduce", 1) | DONE]), ("unknown", (1,), False)),
     ],
-    ids=["another type", "a scatter", "two groups", "no dump"],
+    ids=["another type", "a scatter", "two groups", "aborted", "no dump"],
 )
 def test_what_dumps_show_without_a_call_that_waits(
     files: dict[str, str], found: tuple[object, ...], tmp_path: Path
