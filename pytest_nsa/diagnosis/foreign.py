@@ -42,8 +42,9 @@ def judge(job: ForeignJob, name: str, *, sources: bool = False) -> tuple[Verdict
         _as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind, _aborted, _silent)
     )
     rules = (
-        raised, died, calls.departed, stated, absent, behind, calls.waiting_in_different_calls, messages.unpaired,
-        stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, aborted, silent, _unknown,
+        payloads.models_differ, raised, died, calls.departed, stated, absent, behind, calls.waiting_in_different_calls,
+        messages.unpaired, stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, aborted, silent,
+        _unknown,
     )  # fmt: skip
     return diagnose(evidence, rules), evidence
 

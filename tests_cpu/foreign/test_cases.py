@@ -52,3 +52,33 @@ def test_a_line_that_is_not_whole(log: list[str], cause: str, ranks: tuple[int, 
     (tmp_path / "job.log").write_text("".join(log))
     verdict, _ = judge(read_job([tmp_path]), "job")
     assert (verdict.cause, verdict.ranks) == (cause, ranks)
+
+
+RAISED_BY = "[rank{}]: Traceback (most recent call last):\n[rank{}]: {}\n"
+PARAMS = "RuntimeError: DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has inconsistent {}"
+PARAMS += " params."
+
+
+@pytest.mark.parametrize(
+    ("errors", "cause", "ranks"),
+    [
+        (
+            {1: "RuntimeError: eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)"},
+            "unknown",
+            (),
+        ),
+        ({1: "RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors"}, "unknown", ()),
+        (
+            {0: PARAMS.format(0, 4, 1, 2), 1: PARAMS.format(1, 2, 0, 4), 2: PARAMS.format(2, 4, 1, 2)},
+            "collective_mismatch",
+            (1,),
+        ),
+    ],
+    ids=["a lost peer", "a monitored barrier", "other models"],
+)
+def test_what_an_exception_states_of_other_ranks(
+    errors: dict[int, str], cause: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "job.log").write_text("".join(RAISED_BY.format(r, r, text) for r, text in errors.items()))
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert (verdict.cause, verdict.ranks) == (cause, ranks)

@@ -32,7 +32,8 @@ VICTIM_TEXTS = (
     "connection closed by peer", "connection reset by peer", "read error", "write error", "broken pipe",
     "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
     "collective operation timeout", "connection refused", "connectfullmesh failed", "rank has terminated",
-    "failed to pass monitoredbarrier",
+    "failed to pass monitoredbarrier", "successfully reached monitoredbarrier", "connection was likely closed",
+    "eof (this error originated at tensorpipe",
 )  # fmt: skip
 _GAVE_UP = re.compile(r"(?i)timed out|timeout|failed to pass monitoredbarrier")
 _ASSERTIONS = ("AssertionError", "Failed")
