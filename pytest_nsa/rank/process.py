@@ -131,7 +131,8 @@ class RankProcess:
         """Run ``job``, or the jobs that are received; return the exit code of the last one."""
         global _control
         _control = self.control
-        set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # Ctrl-C does not reach a rank's process group
+            set_handler(signal.SIGINT, signal.default_int_handler)  # the host's is not a test's
         mask_with(None)  # the host masks what a rank has left
         become_subreaper()
         self._set_environment()
