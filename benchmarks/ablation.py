@@ -149,6 +149,9 @@ def decided(recorded: Mapping[Key, Evidence]) -> tuple[dict[str, set[Key]], dict
     return found, {name: len(callers[name]) for name in known}
 
 
+CONFIDENCES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.97, 1.0)  # the lowest of each class; 1: certain
+
+
 def share_of_few(numbers: Mapping[str, int]) -> float:
     """Return the share of functions on which one verdict depends, or none."""
     return round(sum(n <= 1 for n in numbers.values()) / len(numbers), 4)
@@ -197,6 +200,7 @@ def crossvalidated(
     """
     known = functions()
     right, certain, wrong = Counter[str](), 0, []
+    stated: list[tuple[float, bool]] = []
     for part, tenth in sorted({(part_of(fault), tenth_of(fault)) for fault in recorded}):
         alone = [known[name] for name, needs in depend.items() if needs and {part_of(f) for f in needs} == {part}]
         with without(*alone), patch.object(choose, "weights", lambda table=tables[tenth]: table):
@@ -212,6 +216,8 @@ def crossvalidated(
                     }
                 )
                 certain += verdict.certain and not is_named
+                if verdict.cause:
+                    stated.append((1.0 if verdict.certain else verdict.confidence, is_named))
                 if not is_named:
                     wrong.append(f"{module}.{name}: {verdict.cause} {list(verdict.ranks)}")
     return {
@@ -220,7 +226,23 @@ def crossvalidated(
         "share": {key: round(count / len(recorded), 4) for key, count in right.items()},
         "wrong and certain": certain,
         "wrong": sorted(wrong),
+        "calibration": calibrate(stated),
     }
+
+
+def calibrate(stated: Iterable[tuple[float, bool]]) -> list[dict[str, float]]:
+    """Return by classes of the stated confidence: its mean, the share that is right, and how many verdicts there are."""
+    classes: dict[float, list[tuple[float, bool]]] = {}
+    for confidence, is_right in stated:
+        lowest = max(bound for bound in CONFIDENCES if confidence >= bound)
+        classes.setdefault(lowest, []).append((confidence, is_right))
+    return [
+        {
+            "from": lowest, "verdicts": len(of), "stated": round(statistics.mean(c for c, _ in of), 3),
+            "right": round(sum(is_right for _, is_right in of) / len(of), 3),
+        }
+        for lowest, of in sorted(classes.items())
+    ]  # fmt: skip
 
 
 def words_of_reasons(recorded: Mapping[Fault, Evidence]) -> dict[str, float]:

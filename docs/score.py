@@ -40,6 +40,15 @@ UNSEEN = """
 | set | programs | ranks right | line or statement right | wrong and certain |
 | --- | ---: | ---: | ---: | ---: |
 """
+STATED = """
+## Stated confidence
+
+How sure verdicts on this project's faults are, and how often they are right: each tenth of the files by weights that were fitted
+without it, and by all rules.
+
+| stated, from | verdicts | mean of what is stated | right |
+| --- | ---: | ---: | ---: |
+"""
 NOTES = """
 What is not here: the programs of the MPI Bugs Initiative are in C, and tools such as MUST, PARCOACH and ISP check MPI calls, not
 Python. Their published scores cannot be compared with these.
@@ -70,7 +79,7 @@ def list_unseen() -> list[str]:
     made, parted, foreign, held = read("generated"), read("first_divergence"), read("foreign"), read("crossvalidation")
     right, n, totals = made["right"], made["with_a_fault"], parted["totals"]
     cases, incidents = foreign["public cases"].values(), foreign["nccl"].values()
-    subject = held["by subject"]
+    subject, kinds = held["by subject"], read("fault_kinds")["kinds"].values()
     found = sum(incident["found"] == incident["injected"] for incident in incidents)
     return [
         f"| generated in the form of MPI's fault benchmarks | {n} | {share(right['ranks'], n)} | {share(right['line'], n)} "
@@ -80,13 +89,25 @@ def list_unseen() -> list[str]:
         f"| this project's faults, each subject held out of the weights, one run | {subject['faults']} "
         f"| {share(subject['right']['ranks'], subject['faults'])} | {share(subject['right']['line'], subject['faults'])} "
         f"| {subject['wrong and certain']} |",
+        f"| the ten kinds of fault that NVIDIA's resiliency extension injects without a GPU, and a healthy run | {len(kinds)} "
+        f"| {share(sum(kind['right'] for kind in kinds), len(kinds))} | | 0 |",
         f"| dumps of real NCCL jobs, 16 ranks each | {len(incidents)} | {share(found, len(incidents))} | | 0 |",
         f"| public cases of recorder dumps, logs and RAS, made again | {len(cases)} | {share(sum(cases), len(cases))} | | 0 |",
     ]
 
 
+def list_classes() -> list[str]:
+    """Return a row for each class of stated confidence."""
+    rows = []
+    for of in reversed(read("crossvalidation")["the weights, by file"]["calibration"]):
+        name = "certain" if of["from"] == 1 else f"{of['from']:.0%}"
+        rows.append(f"| {name} | {of['verdicts']} | {of['stated']:.0%} | {of['right']:.0%} |")
+    return rows
+
+
 def main() -> None:
     """Write the page."""
+    classes = STATED + "\n".join(list_classes()) + "\n"
     fewest = min(row["programs"] for row in read("hangs")["scores"].values())
     public = (
         HEAD
@@ -95,7 +116,9 @@ def main() -> None:
         + "\n"
         + READERS.format(given=fewest)
     )
-    (ROOT / "docs" / "score.md").write_text(public + UNSEEN + "\n".join(list_unseen()) + "\n" + NOTES, encoding="utf-8")
+    (ROOT / "docs" / "score.md").write_text(
+        public + UNSEEN + "\n".join(list_unseen()) + "\n" + classes + NOTES, encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
