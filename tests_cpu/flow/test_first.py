@@ -5,9 +5,12 @@ Neither torch nor a process of a rank is needed: each rank of a program runs her
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import inspect
 import json
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -235,6 +238,33 @@ def test_a_generator_that_one_rank_leaves_early_is_not_where_it_hangs(tmp_path: 
     found = find_first(flows, lambda group: range(2))
     assert found is not None
     assert found.kind == "argument"
+
+
+@pytest.mark.parametrize(
+    ("how", "frames"),
+    [("import", ["program", "work"]), ("fails", ["program"]), ("run", ["program", "<module>", "work", "work"])],
+)
+def test_what_an_installed_package_does_is_recorded_but_not_its_import(
+    how: str, frames: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "site-packages" / f"that_they_{how}.py"
+    path.parent.mkdir()
+    path.write_text(f"def work(n):\n    return n + 1\nwork(1)\n{'raise ImportError' if how == 'fails' else ''}\n")
+    monkeypatch.syspath_prepend(str(path.parent))
+
+    def program(rank: int, call: Callable[..., None]) -> None:
+        if how == "run":
+            runpy.run_path(str(path))["work"](rank)
+        else:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(path.stem).work(rank)
+        call("all_reduce")
+
+    flow = record(program, tmp_path, 0)
+    names = [frame.name for frame in flow.frames.values()]
+    names = names[names.index("program") :]  # behind the frames that were open
+    assert [name for name in names if name in ("program", "<module>", "work")] == frames
+    assert [call.op for call in flow.calls[0]] == ["all_reduce"]
 
 
 def test_the_reader_knows_the_format_that_the_recorder_writes() -> None:

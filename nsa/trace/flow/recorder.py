@@ -23,7 +23,7 @@ from typing import Any
 from nsa.trace.flow.log import CALL, CODE, LEAVE, LINE, LINE_EVENT, PAUSE, RAISED, READ, RESUME, SET, SIZE, FlowLog
 from nsa.trace.flow.statements import Lines, parse_lines
 from nsa.trace.flow.values import ABSENT, LONGEST, PLAIN, describe, find, masked_text
-from nsa.trace.frames import is_program_file
+from nsa.trace.frames import is_program_file, is_user_file
 
 # Between two calls of a thread: executions of a line in a frame, and entries into a function, that are recorded.
 MOST_PASSES, MOST_ENTRIES = 200, 200
@@ -59,12 +59,13 @@ class Open:
 
 
 class _Thread(threading.local):
-    """A thread's open frames, outermost first; its number, and how many calls it has begun."""
+    """A thread's open frames, outermost first; its number; how many calls it has begun; the package that it imports."""
 
     def __init__(self) -> None:
         self.open: list[Open] = []
         self.number = -1
         self.calls = 0
+        self.importing: CodeType | None = None
 
 
 class FlowRecorder:
@@ -156,6 +157,25 @@ class FlowRecorder:
             self._codes[id(code)] = known
             self._kept.append(code)
         return known  # type: ignore[return-value]
+
+    def is_in_import(self, frame: FrameType) -> bool:
+        """Return whether a frame that begins is a part of the import of an installed package.
+
+        That decides nothing of the program, and takes long to record. A program that a package has is run, not imported.
+        """
+        code, caller = frame.f_code, frame.f_back
+        if self._thread.importing is None and code.co_name == "<module>" and caller is not None:
+            is_imported = caller.f_code.co_filename.startswith("<frozen importlib")
+            if is_imported and not is_user_file(code.co_filename):
+                self._thread.importing = code
+        return self._thread.importing is not None
+
+    def end_import(self, code: CodeType) -> bool:
+        """Return whether this thread imports a package, as a code object ends: with that of the package, the import has ended."""
+        importing = self._thread.importing
+        if importing is code:
+            self._thread.importing = None
+        return importing is not None
 
     def is_wanted(self, code: Code) -> bool:
         """Return whether another frame of a code is recorded."""
@@ -300,6 +320,8 @@ class _Settrace:
 
     def _begin(self, frame: FrameType) -> Callable[..., Any] | None:
         recorder = self.recorder
+        if recorder.is_in_import(frame):
+            return self._trace_import if recorder._thread.importing is frame.f_code else None
         code = recorder.find_code(frame.f_code)
         if code is None or os.getpid() != recorder._pid:
             return None
@@ -310,6 +332,11 @@ class _Settrace:
         if not recorder.is_wanted(code):
             return None
         return _make_trace(recorder, recorder.enter(code, frame.f_locals))
+
+    def _trace_import(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+        if event == "return":  # by an exception, too
+            self.recorder.end_import(frame.f_code)
+        return self._trace_import
 
 
 def _make_trace(recorder: FlowRecorder, of: Open) -> Callable[..., Any]:
@@ -390,6 +417,8 @@ class _Monitoring:
 
     def _start(self, code: CodeType, offset: int) -> Any:
         recorder = self.recorder
+        if recorder.is_in_import(sys._getframe(1)):
+            return None
         known = recorder.find_code(code)
         if known is None or self._is_child():
             return self._disable
@@ -404,6 +433,8 @@ class _Monitoring:
         return None
 
     def _resume(self, code: CodeType, offset: int) -> Any:
+        if self.recorder._thread.importing is not None:
+            return None
         paused = self._paused.pop(id(sys._getframe(1)), None)
         if paused is not None:
             self.recorder.resume(paused)
@@ -424,6 +455,8 @@ class _Monitoring:
         return self._disable
 
     def _return(self, code: CodeType, offset: int, value: Any) -> Any:
+        if self.recorder.end_import(code):
+            return None
         frame = self._top(code)
         if frame is not None:
             self.recorder.leave(frame, value, sys._getframe(1))
@@ -432,6 +465,8 @@ class _Monitoring:
         return None
 
     def _yield(self, code: CodeType, offset: int, value: Any) -> Any:
+        if self.recorder._thread.importing is not None:
+            return None
         frame = self._top(code)
         if frame is not None:
             self._paused[id(sys._getframe(1))] = frame
@@ -441,6 +476,7 @@ class _Monitoring:
         return None
 
     def _unwind(self, code: CodeType, offset: int, error: BaseException) -> None:
+        self.recorder.end_import(code)
         frame = self._top(code)
         if frame is not None:
             self.recorder.unwind(frame)
