@@ -72,10 +72,14 @@ def find_absence(evidence: Evidence, entered: Calls, among: Collection[int] = ()
 
 
 def find_left_ranks(evidence: Evidence) -> Calls | None:
-    """Return, by rank, the call that it waits in or that it passed, where each rank does one of the two and both occur."""
+    """Return, by rank, the call that it waits in or that it passed, where each rank does one of the two and both occur.
+
+    A rank that lost its connection elsewhere shows nothing: DDP's reducer may wait for a call that was not recorded.
+    """
     finished = [r for r in evidence.ranks if r.finished and r.passed]
     left = [r for r in evidence.ranks if r not in finished and awaited(r) is not None]
-    if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
+    others = [r for r in evidence.ranks if r not in finished and r not in left]
+    if not finished or not left or not all(r.exceptions for r in others) or have_own_errors(others):
         return None
     if evidence.stop == "host_died" and any(not r.is_waiting for r in left):
         return None  # the test may be in progress: no rank waits for this one

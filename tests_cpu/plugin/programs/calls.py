@@ -91,3 +91,12 @@ def test_healthy_compiled_and_fake_calls(group):  # -> passes
     with FakeTensorMode():
         step(torch.ones(2))
     assert "all_reduce" in make_fx(step, tracing_mode="fake")(torch.ones(2)).code
+
+
+# The first report of a lost connection is of a rank that waits in a call that was not recorded.
+@world_size(3)
+def test_ends_before_others_of_which_one_is_in_a_call_of_the_backend(group):  # -> FAIL skipped_collective 2
+    if group.rank == 0:
+        dist.group.WORLD._get_backend(torch.device("cpu")).barrier().wait()
+    elif group.rank == 1:
+        dist.barrier()
