@@ -136,8 +136,8 @@ class Pair:
                     return found
                 i, j = i + 1, j + 1
                 continue
-            if here is None or there is None or 0 in (i, j):
-                return None  # one is still in the statement that the other has finished
+            if here is None or there is None or 0 in (i, j) or _is_closed(a, i - 1) or _is_closed(b, j - 1):
+                return None  # one is still in the statement that the other has finished, or nobody asks it for a value
             met = _meet(source, a, mine, i, b, others, j)
             if met is None and self._are_roles(a, i - 1, b, j - 1):
                 return None
@@ -306,6 +306,11 @@ def _matched(mine: list[Frame], others: list[Frame]) -> list[tuple[list[Frame], 
         for frame in frames:
             found.setdefault(frame.function, ([], []))[side].append(frame)
     return sorted(found.values(), key=lambda pair: min((f.thread for f in pair[0]), default=1 << 30))
+
+
+def _is_closed(frame: Frame, index: int) -> bool:
+    """Return whether a generator was closed at a statement: the frame that asked it for values has left it."""
+    return frame.raised.get(index, "").startswith("GeneratorExit")
 
 
 def _statement(frame: Frame, statements: list[Statement], index: int) -> Statement | str | None:

@@ -324,7 +324,7 @@ def side(parting: Parting, which: int) -> str:
     if parting.kind == "argument":
         call = parting.calls[which]
         assert call is not None
-        group = f"group {call.group}" if call.group not in ("", "0") else ""
+        group = f"group {call.group}" if call.group not in ("", "0", call.op) else ""
         root = f"root {call.root}" if call.root >= 0 else ""
         tag = call.note if call.kind in MESSAGES else ""
         details = ", ".join(filter(None, (call.what, group, root, tag)))

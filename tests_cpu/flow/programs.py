@@ -107,6 +107,30 @@ def asks_a_generator_for_more(rank: int, call: Call) -> None:
         call("all_reduce")
 
 
+def stops_a_trainer_by_a_callback(rank: int, call: Call) -> None:
+    class Trainer:
+        stop = False
+
+        def batches(self):
+            for number in range(4):
+                yield number * 2
+
+        def after(self, number: int) -> None:
+            loss = 9.0 if (rank, number) == (1, 2) else 1.0
+            if loss > 5:
+                self.stop = True
+
+        def run(self) -> None:
+            for number in self.batches():
+                call("all_reduce")
+                self.after(number)
+                if self.stop:  # HERE
+                    break
+
+    Trainer().run()
+    call("barrier")
+
+
 def goes_deeper(rank: int, call: Call) -> None:
     def visit(depth: int) -> None:
         call("all_reduce")

@@ -21,6 +21,7 @@ import pytest
 from nsa.trace.flow import log as written
 from nsa.trace.flow.recorder import FlowRecorder
 from nsa.trace.flow.statements import parse_lines
+from nsa.trace.flow.values import ABSENT, find
 from nsa.trace.frames import add_user_file
 from pytest_nsa.diagnosis.divergence import with_divergence
 from pytest_nsa.diagnosis.verdict import Verdict
@@ -111,6 +112,7 @@ def test_ranks_that_differ_in_nothing_that_others_see_do_not_part(name: str, tmp
         ("leaves_a_loop_by_its_own_value", "branch", "local"),
         ("skips_a_batch", "branch", "size"),
         ("counts_other_things", "branch", "self.count"),
+        ("stops_a_trainer_by_a_callback", "branch", "loss"),
         ("makes_more_passes", "loop", "size"),
         ("waits_until_it_is_done", "loop", "done"),
         ("swallows_an_exception", "exception", ""),
@@ -310,3 +312,24 @@ def test_a_damaged_log_is_read_up_to_its_damage(tmp_path: Path) -> None:
     assert flow is None or flow.roots
     path.write_bytes(b"NSAFLOW1")
     assert read_flow(path, 0) is None
+
+
+class Held:
+    __slots__ = ("empty", "slot")
+    of_class = 3
+    method = print
+
+    def __init__(self) -> None:
+        self.slot = 4
+
+    @property
+    def computed(self) -> int:
+        raise AssertionError("a property was run")
+
+
+@pytest.mark.parametrize(
+    ("chain", "value"),
+    [("held.slot", 4), ("held.of_class", 3), ("Held.of_class", 3), ("held.computed", ABSENT), ("held.empty", ABSENT)],
+)
+def test_the_attributes_that_are_read_without_running_code(chain: str, value: object) -> None:
+    assert find(chain, {"held": Held()}, {"Held": Held}) == value

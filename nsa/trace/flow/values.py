@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Mapping
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
 from nsa.trace.secrets import masked_value
@@ -57,7 +57,7 @@ def _describe_shape(dtype: Any, shape: Any) -> str:
 def find(chain: str, names: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
     """Return the value of a name or a chain of attributes; `ABSENT` where it is not there.
 
-    Attributes are looked up in the instances' own dictionaries alone: a property would run code of the program.
+    Attributes are those that instances and classes hold: a property would run code of the program.
     """
     if "." not in chain:
         value = names.get(chain, ABSENT)
@@ -68,8 +68,20 @@ def find(chain: str, names: Mapping[str, Any], others: Mapping[str, Any]) -> Any
         value = others.get(first, ABSENT)
     for name in rest:
         held = getattr(value, "__dict__", None) if value is not ABSENT else None
-        value = held.get(name, ABSENT) if type(held) is dict else ABSENT
+        found = held.get(name, ABSENT) if type(held) in (dict, MappingProxyType) else ABSENT
+        value = _of_class(value, name) if found is ABSENT and value is not ABSENT else found
     return value
+
+
+def _of_class(owner: Any, name: str) -> Any:
+    """Return the plain value that a class has for its instances, or the value in a slot of an instance; `ABSENT` for others."""
+    value = next((of.__dict__[name] for of in type(owner).__mro__ if name in of.__dict__), ABSENT)
+    if type(value) is MemberDescriptorType:
+        try:
+            return value.__get__(owner)
+        except AttributeError:
+            return ABSENT
+    return value if type(value) in PLAIN else ABSENT
 
 
 @functools.lru_cache(4096)
