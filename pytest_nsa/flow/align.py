@@ -137,7 +137,9 @@ class Pair:
                 i, j = i + 1, j + 1
                 continue
             if here is None or there is None or 0 in (i, j) or _is_closed(a, i - 1) or _is_closed(b, j - 1):
-                return None  # one is still in the statement that the other has finished, or nobody asks it for a value
+                return (
+                    None  # one is still in the statement that the other has finished, or is a generator that was closed
+                )
             met = _meet(source, a, mine, i, b, others, j)
             if met is None and self._are_roles(a, i - 1, b, j - 1):
                 return None

@@ -67,7 +67,7 @@ def find(chain: str, names: Mapping[str, Any], others: Mapping[str, Any]) -> Any
     if value is ABSENT:
         value = others.get(first, ABSENT)
     for name in rest:
-        held = getattr(value, "__dict__", None) if value is not ABSENT else None
+        held: Any = getattr(value, "__dict__", None) if value is not ABSENT else None
         found = held.get(name, ABSENT) if type(held) in (dict, MappingProxyType) else ABSENT
         value = _of_class(value, name) if found is ABSENT and value is not ABSENT else found
     return value
