@@ -140,10 +140,12 @@ class Pair:
                 return (
                     None  # one is still in the statement that the other has finished, or is a generator that was closed
                 )
-            met = _meet(source, a, mine, i, b, others, j)
-            if met is None and self._are_roles(a, i - 1, b, j - 1):
+            meetings = [*_list_meetings(source, a, mine, i, b, others, j)]
+            if not meetings and self._are_roles(a, i - 1, b, j - 1):
                 return None
-            if met is None or not self._began_the_same(a, i - 1, met[0], b, j - 1, met[1]):
+            # Ranks that take turns in a loop make the same calls, each in another round.
+            met = next((m for m in meetings if self._began_the_same(a, i - 1, m[0], b, j - 1, m[1])), None)
+            if met is None:
                 return self._other_message(a, i, b, j) or self._parting(source, a, i - 1, b, j - 1)
             if self.notes_all:
                 self.noted.append(self._parting(source, a, i - 1, b, j - 1))
@@ -322,15 +324,14 @@ def _statement(frame: Frame, statements: list[Statement], index: int) -> Stateme
     return None if frame.is_open else END
 
 
-def _meet(
+def _list_meetings(
     source: Source, a: Frame, mine: list[Statement], i: int, b: Frame, others: list[Statement], j: int
-) -> tuple[int, int] | None:
-    """Return the indices at which two ranks that part behind their statements i - 1 and j - 1 meet again."""
+) -> Iterator[tuple[int, int]]:
+    """Yield the indices at which two ranks that part behind their statements i - 1 and j - 1 meet again, the first one first."""
     for target, loops in source.meetings(mine[i - 1]):
         here, there = _find(a, mine, i, target, loops), _find(b, others, j, target, loops)
         if here is not None and there is not None:
-            return here, there
-    return None
+            yield here, there
 
 
 def _find(

@@ -131,6 +131,22 @@ def stops_a_trainer_by_a_callback(rank: int, call: Call) -> None:
     call("barrier")
 
 
+def fits_in_turns(rank: int, call: Call) -> None:
+    for number in range(6):
+        if number % 3 != rank:
+            continue
+        call("all_to_all")
+    call("barrier")
+
+
+def takes_fewer_turns(rank: int, call: Call) -> None:
+    for number in range(5):
+        if number % 3 != rank:  # HERE
+            continue
+        call("all_to_all")
+    call("barrier")
+
+
 def goes_deeper(rank: int, call: Call) -> None:
     def visit(depth: int) -> None:
         call("all_reduce")
