@@ -110,7 +110,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *follow, *labels))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
     in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was skipped
-    to_blame = found.exceptional or found.raising or in_role or its_own
+    to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own
     raised_later = _raised_later(verdict, found, to_blame)
     is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN or raised_later
     if not is_open or not found.is_alone or not to_blame:
@@ -191,7 +191,8 @@ def _labels(found: FirstDivergence) -> tuple[Label, ...]:
         values = {name: list(dict.fromkeys(of[r] for r in ranks if r in of)) for name, of in found.values.items()}
         shown = ", ".join(f"{name} = {' or '.join(of[:3])}" for name, of in values.items() if of)
         text = _DOES.get(outcome, outcome) + (f": {shown}" if shown else "")
-        sides.append(Label(file=at["file"], line=int(at["line"]), ranks=ranks, text=text))
+        alike = tuple(sorted((*ranks, *found.others.get(outcome, ()))))
+        sides.append(Label(file=at["file"], line=int(at["line"]), ranks=alike, text=text))
     return tuple(sides)
 
 

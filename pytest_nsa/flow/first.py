@@ -29,7 +29,7 @@ class FirstDivergence:
     ``because`` the lines that set these, backwards. ``is_alone``: ranks that did the same there part nowhere else. ``inside`` are
     the ranks that begin calls in the statement, not behind it. ``then`` has by rank what follows: the place, and 'begins OP' or
     'raises ERROR'. ``raised_before`` are the ranks that had raised before their first other call,
-    or in another thread.
+    or in another thread. ``others`` has ranks that no call there concerns, by the outcome that they had in the same execution.
     """
 
     kind: str
@@ -43,6 +43,13 @@ class FirstDivergence:
     inside: tuple[int, ...] = ()
     then: dict[int, tuple[str, str]] = field(default_factory=dict)
     raised_before: tuple[int, ...] = ()
+    others: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def unlike_others(self) -> tuple[int, ...]:
+        """The ranks of the outcome that no rank outside of their calls had, where another outcome was had; else ()."""
+        alone = [ranks for outcome, ranks in self.outcomes.items() if outcome not in self.others]
+        return alone[0] if self.others and len(alone) == 1 else ()
 
     @property
     def exceptional(self) -> tuple[int, ...]:
@@ -99,6 +106,7 @@ class FirstDivergence:
             inside=tuple(data.get("inside", ())),
             then={int(rank): (where, text) for rank, (where, text) in data.get("then", {}).items()},
             raised_before=tuple(data.get("raised_before", ())),
+            others={name: tuple(ranks) for name, ranks in data.get("others", {}).items()},
         )
 
 
@@ -122,7 +130,31 @@ def find_first(
     number = Counter(parting.statement for parting, _ in found)
     first = min(found, key=lambda f: (_count_calls(f), -number[f[0].statement]))[0].statement
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
-    return _described(here, [pair for parting, pair in found if parting.statement != first])
+    described = _described(here, [pair for parting, pair in found if parting.statement != first])
+    return described if described.exceptional else replace(described, others=_list_others(*here[0], by_rank, described))
+
+
+def _list_others(
+    parting: Parting, pair: Pair, by_rank: Mapping[int, Flow], found: FirstDivergence
+) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that no call there concerns and that did as one of two sides, in the same execution, by its outcome."""
+    outside = sorted(by_rank.keys() - set(itertools.chain.from_iterable(found.outcomes.values())))
+    sides: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in outside[:MOST_PAIRS]:
+        flows = pair.one, pair.other
+        differs = [
+            _differ_there(replace(pair, one=flow, other=by_rank[rank]), parting, k) for k, flow in enumerate(flows)
+        ]
+        if differs[0] != differs[1]:
+            sides[side(parting, differs.index(False))].append(rank)
+    return {outcome: tuple(ranks) for outcome, ranks in sides.items()}
+
+
+def _differ_there(pair: Pair, parting: Parting, which: int) -> bool:
+    """Return whether the first rank of a pair parted from the second one in the execution of a statement."""
+    noted = _noted(replace(pair, notes_all=True, noted=[]))
+    there = parting.frames[which].number, parting.at[which]
+    return any((p.frames[0].number, p.at[0]) == there and p.kind != "value" for p in noted)
 
 
 def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:

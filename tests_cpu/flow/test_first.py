@@ -242,6 +242,20 @@ def test_a_generator_that_one_rank_leaves_early_is_not_where_it_hangs(tmp_path: 
     assert found.kind == "argument"
 
 
+def test_ranks_of_another_group_decide_between_the_two_of_a_group(tmp_path: Path) -> None:
+    def program(rank: int, call: Callable[..., None]) -> None:
+        for step in range(3):
+            if (rank, step) != (3, 1):
+                call("all_reduce", group="a" if rank < 2 else "b")
+        call("barrier")
+
+    flows = [record(program, tmp_path, rank) for rank in range(4)]
+    found = find_first(flows, lambda group: {"a": (0, 1), "b": (2, 3)}.get(group, range(4)))
+    assert found is not None
+    assert (found.exceptional, found.unlike_others, found.others) == ((), (3,), {"true": (0, 1)})
+    assert FirstDivergence.from_json(found.to_json()) == found
+
+
 @pytest.mark.parametrize(
     ("how", "frames"),
     [("import", ["program", "work"]), ("fails", ["program"]), ("run", ["program", "<module>", "work", "work"])],
