@@ -123,12 +123,20 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
         where=found.where,
         certain=is_known,
         confidence=1.0 if is_known else verdict.confidence if to_blame == verdict.ranks else LIKELY,
-        reason=f"the ranks parted at `{found.statement}`",
+        reason=_reason(found),
         because=(f"then {verdict.reason}",) if raised_later else (),
         advice=_advice(found),
         called_from="",
         terms={},
     )
+
+
+def _reason(found: FirstDivergence) -> str:
+    if not found.within:
+        return f"the ranks parted at `{found.statement}`"
+    place, _, statement = found.within.partition(": ")
+    package = re.split(r"-packages/", place.partition(":")[0])[-1].partition("/")[0].removesuffix(".py")
+    return f"the ranks parted at `{statement}` of {package}, called here"
 
 
 def _raised_later(verdict: Verdict, found: FirstDivergence, ranks: tuple[int, ...]) -> bool:

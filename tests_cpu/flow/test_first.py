@@ -6,6 +6,7 @@ Neither torch nor a process of a rank is needed: each rank of a program runs her
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import inspect
@@ -161,6 +162,16 @@ def test_whether_an_exception_follows_from_the_difference(
     changed = with_divergence(verdict, found, is_same=True)
     assert (changed.cause, changed.ranks) == (cause, (0,))
     assert ("then ValueError: no" in changed.because) == (cause != "rank_exception")
+
+
+def test_a_decision_of_a_library_is_the_reason(tmp_path: Path) -> None:
+    found = first_of("skips_a_batch", tmp_path)
+    assert found is not None
+    within = "/env/lib/python3.12/site-packages/trainers/loop.py:7 in run: if self.stop:"
+    unknown = Verdict(nodeid="test", outcome="HANG", cause="unknown", ranks=(0, 1, 2), world_size=RANKS)
+    changed = with_divergence(unknown, dataclasses.replace(found, within=within), is_same=True)
+    assert (changed.ranks, changed.where) == ((2,), found.where)
+    assert changed.reason == "the ranks parted at `if self.stop:` of trainers, called here"
 
 
 def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -> None:
