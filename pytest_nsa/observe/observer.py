@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MOVING = ("straggler", "graph_explosion", "slow")  # causes of ranks that move
 ENDING = ("dataloader_stuck", "sleeping")  # causes of waits that mostly end by themselves
-WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
+WAITED_FOR_S, AT_WORK_S, LEFT_S = 3.0, 10.0, 1.5
 WRITES = 1e6  # bytes a second: more than the tracers' own files
 
 
@@ -76,6 +76,8 @@ class AnnounceDelay:
         works = self.at_work or finding.cause in ENDING or may_act(evidence)
         works = works or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
         least = AT_WORK_S if works or not (find_awaited_ranks or all_wait) else WAITED_FOR_S
+        if not works and all(r.waits_for_ever for r in evidence.ranks if r.rank in finding.ranks):
+            least = LEFT_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 
 

@@ -153,6 +153,44 @@ def test_a_thread_that_a_program_left_is_named(folder: Path, start: object) -> N
     assert watcher.finding.where.endswith(" in consume")
 
 
+AT_EXIT = """
+import atexit, queue, subprocess, sys, threading, time
+import torch.distributed as dist
+
+def consume():
+    items.get()
+    end = time.monotonic() + 3
+    while time.monotonic() < end: sum(range(1000))
+
+def feed(child):
+    items.put(child.stdout.readline())
+
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+items = queue.Queue()
+if FAULT == "fed":
+    child = subprocess.Popen("sleep 4; echo", shell=True, stdout=subprocess.PIPE)
+    threading.Thread(target=feed, args=(child,), daemon=True).start()
+threading.Thread(target=consume).start() if FAULT != "a handler" else atexit.register(consume)
+"""
+
+
+@pytest.mark.parametrize(("fault", "waits"), [("a thread", True), ("a handler", True), ("fed", False)])
+def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: Path, fault: str, waits: bool) -> None:
+    source = AT_EXIT.replace("FAULT", repr(fault))
+    process = start_script(tmp_path, source, rank=0, size=1)
+    watcher, seen = Watcher(tmp_path / "run"), []
+    deadline = time.monotonic() + 60
+    while not seen and not watcher.is_over and time.monotonic() < deadline:
+        watcher.look()
+        if watcher.finding is not None:
+            seen = [(watcher.finding.cause, watcher.finding.where.rpartition(" in ")[2])]
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    assert seen == ([("lock_deadlock", "consume")] if waits else [])
+
+
 def test_ranks_that_wait_for_each_other_are_asked_for_their_counters(folder: Path, start: object) -> None:
     start("crossed")  # type: ignore[operator]
     wait_for_steps(folder, 20)

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -24,7 +24,9 @@ import pytest_timeout  # type: ignore[import-untyped]
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.observe.finders import list_jobs
+from pytest_nsa.observe.observer import Observer, announcement
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
@@ -60,6 +62,7 @@ from pytest_nsa.session.started.processes import (
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.descendants import Key, Process, children, started_since, ticks_since_boot
+from pytest_nsa.wire.files import read_object
 
 AGAIN_S = 6.0  # after which a test that is blocked in its cleanup since its limit is ended once more
 
@@ -117,6 +120,12 @@ def call_before_timer(item: pytest.Item, settings: Any, first: Callable[[FrameTy
     item.cancel_timeout = cancel  # type: ignore[attr-defined]
     timer = threading.Timer(settings.timeout, fire)
     timer.start()
+
+
+def look_at(jobs: Iterable[Observer]) -> None:
+    """Look at each job once."""
+    for job in jobs:
+        job.look()
 
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
@@ -407,7 +416,8 @@ class StartedRanks:
         self.began, self._others = 0.0, set()
         limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
         waits = WORKER_WAITS if self._is_worker else (IDLE_S, max(limit, IDLE_S))
-        left = left_at_exit(self._processes, *waits)
+        watched = [self._watch_at_exit(job) for job in list_jobs(self.base) if (job / "job.json").exists()]
+        left = left_at_exit(self._processes, *waits, lambda: look_at(watched))
         if not left:
             return False
         tests = sorted({self._left_by.get(p.key, "a fixture") for p in left})
@@ -419,6 +429,16 @@ class StartedRanks:
             text.append(f"  SUMMARY  {short_path(self.runner.folder.path / 'SUMMARY.md')}")
         _print([first, *map(visible, text)])
         return True
+
+    def _watch_at_exit(self, job: Path) -> Observer:
+        """Return an observer that prints, before the job's processes are ended, what keeps these from ending by themselves."""
+        size = int(read_object(job / "job.json").get("world_size", 0))
+
+        def announce(found: Finding, seconds: float, at_work: bool) -> None:
+            who, what = describe_ranks(found.ranks, size), "it keeps this session from ending"
+            _print([visible(announcement(found, "after the last test", who, seconds, what, at_work=at_work))])
+
+        return Observer(job, announce=announce)
 
     def _write_reports(self, *, interrupted: bool) -> None:
         run = self.runner.folder
