@@ -251,12 +251,8 @@ class RankEvidence:
     def waits_for_ever(self) -> bool:
         """Whether its program has ended, and each of its threads waits for another one of them without a time limit."""
         threads = [t for t in self.threads if not t.is_ours]
-        is_over = any(t.is_at_exit for t in threads) and self.process.get("cpu_share", 0.0) < waiting.STARVED
-        return is_over and all(t.waits_in_python and self._has_no_limit(t) for t in threads)
-
-    def _has_no_limit(self, thread: ThreadStack) -> bool:
-        line = self._line(thread)  # '' where it is not known
-        return bool(line) and not waiting.has_a_time_limit(line) if thread.user_frame is not None else thread.is_main
+        is_idle = self.process.get("cpu_share", 0.0) < waiting.STARVED
+        return is_idle and waiting.wait_for_ever(threads, lambda frame: self.sources.line(frame.file, frame.line))
 
     @property
     def stack(self) -> ThreadStack | None:

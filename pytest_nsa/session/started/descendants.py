@@ -59,6 +59,7 @@ from pytest_nsa.session.started.processes import (
     of_ranks,
     on_start,
 )
+from pytest_nsa.session.started.threads import watch_exit
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.descendants import Key, Process, children, started_since, ticks_since_boot
@@ -173,6 +174,7 @@ class StartedRanks:
         self.began = 0.0  # the test, in seconds since the epoch
         self._since, self._before = ticks_since_boot(), children()  # the same in ticks; the children that existed then
         self._first = self._since, self._before
+        self._earlier: list[threading.Thread] = []  # threads that ran before the first test
         self._others: set[Path] = set()  # jobs of earlier tests and of fixtures with a wider scope
         self._left_by: dict[Key, str] = {}  # the tests that have left processes
         self.interrupted: list[str] = []
@@ -256,6 +258,7 @@ class StartedRanks:
         self.item, self.has_any, self._is_ended, self._is_in_phase = item, False, False, False
         self.began, self._since, self._before = wall_clock(), ticks_since_boot(), children()
         self._others = set(list_jobs(self.base))
+        self._earlier = self._earlier or threading.enumerate()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
@@ -459,6 +462,7 @@ class StartedRanks:
             self._undo_signal()
         self._undo_starts()
         if os.getpid() == self.pid:
+            watch_exit(self._earlier, lambda lines: _print([visible(line) for line in lines]))
             if joined_at_exit():
                 # The program's own handlers of atexit come before this one, and may end these processes.
                 importlib.import_module("multiprocessing.util").Finalize(None, self._finish, exitpriority=0)
