@@ -32,6 +32,7 @@ WINDOW_S = 1.0  # between two looks
 BUSY, WAITS = 0.1, 2.0  # of a core; a second, of a main thread that does a little at a time
 OLD_S = 10.0  # a dump is of another moment if a rank has moved so long after it
 STACKS_AT_S, MOST_STACKS, STACK_LIMIT_S = 3.0, 8, 5.0
+MOST_UNREAD = 5
 LAST_WORDS_S = 10.0  # of a launcher, after its ranks have ended
 ENDED = ("watchdog", "monitored barrier", "ends of processes")  # kinds of lines which state that a job could not go on
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -98,7 +99,8 @@ class _Process:
         is_alive, now = self.is_alive, monotonic()
         if is_alive and now - self._looked_at >= WINDOW_S:
             self._look(now)
-        values = self.job.found.ranks.get(self.rank, ForeignRank())
+        # What is known of the present stall is read by then.
+        values = self.job.get_values(self.rank) if self.job.stalled_s >= STACKS_AT_S else ForeignRank()
         frames = [*values.stack, *(frame for call in values.pending[:1] for frame in call.frames)]
         line = next((frame.describe() for frame in frames if frame.is_user), "")
         phase = "done" if not is_alive else f"in {values.pending[0].op}" if values.pending else "runs"
@@ -147,6 +149,10 @@ class LaunchedJob:
         """Return the process ids of the ranks that have not ended, by rank."""
         return {rank: of.pid for rank, of in self.readers.items() if of.is_alive}
 
+    def get_values(self, rank: int) -> ForeignRank:
+        """Return what the evidence shows of a rank."""
+        return self.found.ranks.get(rank, ForeignRank())
+
     def has_ended(self) -> bool:
         """Return whether all ranks have ended, and their launcher, which states why, or has had the time to."""
         alive = self.alive()
@@ -171,7 +177,7 @@ class LaunchedJob:
             moved |= set(self.readers)
             written = max(self._dumps.values(), default=0.0)
             by_rank = read_job(self._dumps).ranks.items()
-            self.stuck = {r for r, values in by_rank if any(c.created < written - OLD_S for c in values.pending)}
+            self.stuck = {r for r, values in by_rank if any(0 < c.created < written - OLD_S for c in values.pending)}
         for rank in moved:
             self.readers[rank].moves += 1
 
@@ -182,11 +188,9 @@ class LaunchedJob:
         if self._evidence is not None and self._read_at >= stalled_at and not wants_stacks:
             return self._evidence
         self._read_at = monotonic()
-        for path in [
-            *self.folder.glob("*.log"),
-            *(self.folder.glob("stack_*") if self._stacks_at < stalled_at else []),
-        ]:
-            path.unlink()
+        for path in self.folder.iterdir():
+            if path.suffix == ".log" or self._stacks_at < stalled_at:
+                path.unlink()
         for number, log in enumerate(self._logs.values()):
             place = f"rank{min(log.ranks)}" if len(log.ranks) == 1 else "shared"
             text = log.read_last(max(LEAST, LAST // len(self._logs)))
@@ -196,7 +200,7 @@ class LaunchedJob:
             self._write_stacks()
         self.found = read_job([*self._dumps, *sorted(self.folder.iterdir())])
         for rank in self.alive():
-            values = self.found.ranks.get(rank, ForeignRank())
+            values = self.get_values(rank)
             if values.error and not self._is_at_an_end(values.error):
                 values.error = ""  # the rank went on
         self._evidence = build_evidence(self.found, f"process {self.launcher}", sources=True)
@@ -218,7 +222,7 @@ class LaunchedJob:
 
     def describe(self) -> list[str]:
         """Return a line per kind of evidence, what is missing for more, and how to get a dump."""
-        lines = list(self.found.kinds)
+        lines = [*self.found.kinds, *(f"cannot read {text}" for text in self.found.unread[:MOST_UNREAD])]
         if not lines and self.stalled_s >= STACKS_AT_S:
             places = " or ".join(map(str, next(iter(self.readers.values())).list_dumps()))
             lines.append(f"nothing to read: no dump is at {places}, {len(self._logs)} logs show no wait; {NEXT_LAUNCH}")
@@ -276,9 +280,8 @@ class LaunchedJob:
 
     def _write_stacks(self) -> None:
         alive = self.alive()
-        for rank in sorted(alive, key=lambda rank: bool(self.found.ranks.get(rank, ForeignRank()).pending))[
-            :MOST_STACKS
-        ]:
+        wanted = sorted(alive, key=lambda rank: self.get_values(rank).has_pending)  # a dump shows the line of a call
+        for rank in wanted[:MOST_STACKS]:
             text, _ = dump_by_py_spy(alive[rank], "--nonblocking", "--full-filenames", limit_s=STACK_LIMIT_S)
             if text:
                 write_atomically(self.folder / f"stack_{rank}.txt", text)

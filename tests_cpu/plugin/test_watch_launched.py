@@ -202,6 +202,11 @@ def test_what_an_earlier_job_left_is_not_read(start: Start, tmp_path: Path) -> N
         watcher.look()
         time.sleep(0.1)
     assert [call.number for call in watcher.job.found.ranks[1].calls] == [7]
+    (tmp_path / "dump_0").write_text("{")
+    while not watcher.job.found.unread:
+        watcher.look()
+        time.sleep(0.1)
+    assert any(str(tmp_path / "dump_0") in line for line in watcher.lines())
     watcher.close()
 
 
