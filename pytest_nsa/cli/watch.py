@@ -276,7 +276,8 @@ class LaunchedWatcher(Watcher):
         super().close()
 
     def _state(self, rank: int, board: BoardSnapshot, arrived: str = "") -> str:
-        return f"pid {board.pid}  {board.phase}" + (f"  at {board.line}" if board.line else "")
+        pid = f"pid {board.pid}  " if len(self.boards) <= MANY else ""  # ranks of one state are one line
+        return f"{pid}{board.phase}" + (f"  at {board.line}" if board.line else "")
 
 
 def _key(found: Finding | Verdict | None) -> object:
