@@ -96,9 +96,7 @@ def train(start: Start, tmp_path: Path) -> Callable[[str], list[subprocess.Popen
 def follow(pid: int, until: Callable[[LaunchedWatcher], bool], *, shows_all: bool = False) -> LaunchedWatcher:
     """Return the watcher of a job once a condition is true of it. ``shows_all``: it shows what --once does."""
     deadline = time.monotonic() + 100
-    while not (ranks := launched_ranks(pid)):  # it has just begun
-        assert time.monotonic() < deadline
-    watcher = LaunchedWatcher(ranks, pid)
+    watcher = LaunchedWatcher(launched_ranks(pid), pid)
     watcher.shows_all = shows_all
     while not until(watcher):
         assert time.monotonic() < deadline, watcher.lines()
@@ -107,10 +105,10 @@ def follow(pid: int, until: Callable[[LaunchedWatcher], bool], *, shows_all: boo
     return watcher
 
 
-def wait_for(path: Path) -> None:
-    """Wait until a process has written a file."""
+def wait_for(path: Path, size: int = 1) -> None:
+    """Wait until a process has written a file, of so many bytes at least."""
     deadline = time.monotonic() + 60
-    while not path.exists() or not path.stat().st_size:
+    while not path.exists() or path.stat().st_size < size:
         assert time.monotonic() < deadline, path
         time.sleep(0.05)
 
@@ -137,9 +135,10 @@ def test_a_rank_that_skips_a_call_is_named_by_the_dumps_of_a_job(
 
 
 def test_a_healthy_job_that_dumps_and_computes_is_not_announced(
-    train: Callable[[str], list[subprocess.Popen[bytes]]],
+    train: Callable[[str], list[subprocess.Popen[bytes]]], tmp_path: Path
 ) -> None:
     ranks = train("none")
+    wait_for(tmp_path / "dump_1")
 
     def is_over(watcher: LaunchedWatcher) -> bool:
         assert watcher.finding is None, watcher.lines()
@@ -172,6 +171,7 @@ def test_a_job_with_nothing_to_read_is_told_what_to_set(
 def test_the_log_of_a_watchdog_names_the_rank_that_never_came(start: Start, tmp_path: Path) -> None:
     lines = [watchdog(rank, 5, "ALLREDUCE", 8) if rank != 1 else "loads a file" for rank in range(3)]
     ranks = start(WAITS, lines)
+    wait_for(tmp_path / "out_2.txt")
     watcher = follow(ranks[0].pid, lambda watcher: watcher.finding is not None)
     assert watcher.finding is not None
     assert (watcher.finding.cause, watcher.finding.ranks) == ("missing_collective", (1,))
@@ -193,6 +193,7 @@ def test_what_an_earlier_job_left_is_not_read(start: Start, tmp_path: Path) -> N
     os.mkfifo(tmp_path / "ask_1.pipe")
     names = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "dump_", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "ask_"}
     ranks = start(WAITS, ["begins", "begins"], "ab", **names)
+    wait_for(tmp_path / "out_1.txt", len(watchdog(1, 5, "ALLREDUCE", 9)) + 1)
     watcher = follow(ranks[1].pid, lambda watcher: watcher.observer.watch.stalled_s > 4.0)
     assert not [kind for kind in watcher.job.found.kinds if "stacks" not in kind]
     assert any(str(tmp_path / "ask_1.pipe") in line for line in watcher.lines())
