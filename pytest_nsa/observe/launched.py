@@ -199,10 +199,10 @@ class LaunchedJob:
             self._stacks_at = self._read_at
             self._write_stacks()
         self.found = read_job([*self._dumps, *sorted(self.folder.iterdir())])
-        for rank in self.alive():
-            values = self.get_values(rank)
-            if values.error and not self._is_at_an_end(values.error):
-                values.error = ""  # the rank went on
+        alive = self.alive()
+        for rank, values in self.found.ranks.items():
+            if values.error and (rank in alive or not self._is_at_an_end(values.error)):
+                values.error = ""  # the rank went on: it had caught the exception
         self._evidence = build_evidence(self.found, f"process {self.launcher}", sources=True)
         return self._evidence
 

@@ -169,7 +169,8 @@ def test_a_job_with_nothing_to_read_is_told_what_to_set(
 
 
 def test_the_log_of_a_watchdog_names_the_rank_that_never_came(start: Start, tmp_path: Path) -> None:
-    lines = [watchdog(rank, 5, "ALLREDUCE", 8) if rank != 1 else "loads a file" for rank in range(3)]
+    caught = "Traceback (most recent call last)\nOSError: busy, tries again"
+    lines = [watchdog(rank, 5, "ALLREDUCE", 8) if rank != 1 else caught for rank in range(3)]
     ranks = start(WAITS, lines)
     wait_for(tmp_path / "out_2.txt")
     watcher = follow(ranks[0].pid, lambda watcher: watcher.finding is not None)
