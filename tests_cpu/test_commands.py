@@ -64,6 +64,18 @@ done; pytest-nsa diagnose job.log""",
         "rank 1 never entered allreduce #5",
         code=1,
     ),
+    "pytest-nsa watch 31415": Run(
+        """for rank in 0 1 2; do
+[ $rank = 1 ] || wait="[Rank $rank] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=8)"
+waits='import sys, time; print(sys.argv[1], flush=True); time.sleep(100)'
+RANK=$rank WORLD_SIZE=3 python -c "$waits" "$wait" > log_$rank & pids="$pids $!"
+wait=""
+done
+until [ -s log_2 ]; do sleep 0.1; done
+timeout 90 pytest-nsa watch $! --on-verdict "kill $pids" """,
+        "rank 1 never entered allreduce #5",
+        code=1,
+    ),
     "make plan     # the diagnostic plan": Run("make plan PHASES=2", "Nothing is wrong"),
     "pip install -e '.[test]' 'torch": Run("pytest tests_cpu/plan/test_plan.py --phases 2 -v", "Nothing is wrong"),
     "make plan FAULT=": Run("make plan FAULT=sel_backward_deadlock ARGS='-k sel'", "lock_deadlock", code=2),

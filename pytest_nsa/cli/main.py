@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 
-from pytest_nsa.cli.report import clean, is_live, read, report, resolve_own, sources_folder
-from pytest_nsa.cli.watch import VerdictCommand, show_stacks, watch
+from pytest_nsa.cli.report import clean, is_live, is_ours, read, report, resolve_own, sources_folder
+from pytest_nsa.cli.watch import LaunchedWatcher, VerdictCommand, Watcher, watch
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.foreign import judge, missing_for_more
 from pytest_nsa.evidence.load import find_test_folders
 from pytest_nsa.foreign.find import read_job
 from pytest_nsa.observe.conclude import make_verdict
-from pytest_nsa.observe.finders import find_folder
+from pytest_nsa.observe.finders import find_folder, launched_ranks
 from pytest_nsa.report import compare as comparing
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
@@ -87,9 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command = commands.add_parser(
         "watch",
-        help="follow a training with NSA_TRACE_DIR set in its ranks; of any other print the stacks once",
+        help="follow a training with NSA_TRACE_DIR set in its ranks, or any other by its dumps, logs and stacks",
     )
-    command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
+    command.add_argument("pids", metavar="PID", type=int, nargs="*", help="a rank of the training, or its launcher")
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
     command.add_argument("--json", action="store_true", help="print a JSON object at each change, one a line")
     command.add_argument("--once", action="store_true", help="print what is known now, and exit")
@@ -202,22 +202,23 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace) -> int:
     # resolve() raises for a cycle of links.
     folders = {Path(os.path.realpath(arguments.run))} if arguments.run else set()
+    launched: dict[tuple[int, ...], LaunchedWatcher] = {}
     for pid in arguments.pids:
-        found = find_folder(pid)
-        if found is None:
-            code = show_stacks(pid)
-            if code == 2:
-                print(
-                    f"error: process {pid} is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR",
-                    file=sys.stderr,
-                )
-            return code
-        folders.add(found)
-    if not folders:
-        print("error: give --run DIR, or the process id of a rank", file=sys.stderr)
+        if found := find_folder(pid):
+            folders.add(found)
+        elif ranks := launched_ranks(pid):
+            launched[tuple(ranks.values())] = LaunchedWatcher(ranks, pid)
+        else:
+            why = "is another user's" if Path(f"/proc/{pid}").exists() and not is_ours(Path(f"/proc/{pid}")) else ""
+            why = why or "is neither a rank nor the launcher of ranks (no board, no RANK)"
+            print(f"error: process {pid} {why}: start its training with NSA_TRACE_DIR=DIR", file=sys.stderr)
+            return 2
+    watchers = [*map(Watcher, sorted(folders)), *launched.values()]
+    if not watchers:
+        print("error: give --run DIR, or the process id of a rank or launcher", file=sys.stderr)
         return 2
     command = VerdictCommand(arguments.on_verdict) if arguments.on_verdict else None
-    return watch(sorted(folders), as_json=arguments.json, once=arguments.once, command=command)
+    return watch(watchers, as_json=arguments.json, once=arguments.once, command=command)
 
 
 IN_A_CHECKOUT = Path(__file__).parents[2] / "docs" / "causes"

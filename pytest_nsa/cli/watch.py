@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.observe.finders import launched_ranks
+from pytest_nsa.observe.launched import LaunchedJob
 from pytest_nsa.observe.observer import Observer
-from pytest_nsa.observe.second_look import dump_by_py_spy, find_py_spy
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_verdict
 from pytest_nsa.report.terminal import number_ranks
@@ -79,7 +78,8 @@ class VerdictCommand:
 LOOK_S = 0.25
 MANY = 8  # ranks: more are shown by state
 ENOUGH_S = 4.5  # to find which ranks make progress, and to look twice at those that do not
-DUMP_S = 20.0
+QUIET_S = 10.0  # of ranks without boards, before a suspicion is announced; with --once and where logs state an end:
+SHORT_S = 3.0
 
 
 class Watcher:
@@ -160,13 +160,18 @@ class Watcher:
                 found.ranks, int(max((b.numbers["world_size"] for b in self.boards.values()), default=1))
             )
             kind = "verdict" if found.certain or self.recorded else "suspicion"
-            shown.append(
-                f"{kind}: {found.cause} on {who}" + (f" at {found.where}" if found.where else "") + f": {found.reason}"
-            )
+            sure = "" if found.certain else f" ({found.confidence:.0%} sure)"
+            at = f" at {found.where}" if found.where else ""
+            shown.append(f"{kind}: {found.cause} on {who}{at}{sure}: {found.reason}")
             if advice := found.advice or (self.recorded is None and CAUSES[found.cause].advice):
                 shown.append(f"do: {advice}")
         unread = self.observer.unread
         return [visible(line) for line in ([*shown, f"not read: {unread}"] if unread else shown)]
+
+    def close(self) -> None:
+        """Remove the folder of what was observed of another user's job."""
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def _states(self) -> list[str]:
         """Return one line per state (step, phase, location or collective): its ranks, and how long the first has not moved."""
@@ -218,16 +223,73 @@ class Watcher:
         return {"time": time.time(), "folder": str(self.folder), "ranks": ranks, "verdict": verdict}
 
 
+class LaunchedWatcher(Watcher):
+    """Shows the ranks (rank -> pid) of a job that was started without our tracer, by what it leaves elsewhere."""
+
+    def __init__(self, ranks: Mapping[int, int], launcher: int) -> None:
+        super().__init__(Path(f"/proc/{launcher}"))
+        self._scratch = tempfile.TemporaryDirectory(prefix="pytest-nsa-watch-")
+        files = Path(self._scratch.name, "files")
+        files.mkdir()
+        self.job = LaunchedJob(ranks, launcher, files)
+        self._observer = Observer(files, notes=files.parent, job=self.job)
+        self._is_over = False
+        self._last: Finding | None = None  # what the logs of a job that has ended show
+        self._described: list[str] = []
+
+    @property
+    def finding(self) -> Finding | None:
+        """The suspicion that is due to be announced, or any after a short stall; of a job that has ended, what its logs show."""
+        if self._last is not None:
+            return self._last
+        is_short = self.shows_all or self.job.has_stated_its_end()
+        is_due = self.observer.is_due or self.shows_all
+        has_lasted = self.observer.watch.stalled_s >= (SHORT_S if is_short else QUIET_S)
+        return self.observer.finding if is_due and has_lasted else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks and their launcher have ended."""
+        return self._is_over
+
+    def look(self) -> bool:
+        """Look once. Return whether the report has changed."""
+        before, was_over = self.finding, self._is_over
+        self.job.look()
+        self.job.stalled_s = self.observer.watch.stalled_s
+        self.observer.look()
+        self._is_over = self.job.has_ended()
+        if self._is_over and not was_over:
+            evidence = self.job.read_again()
+            self._last = self.job.suspect(evidence) if self.job.has_stated_its_end() else before
+        return _key(before) != _key(self.finding)
+
+    def lines(self, *, again: bool = True) -> list[str]:
+        """Return what `Watcher.lines` does, then the kinds of evidence that were read, and what is missing."""
+        shown, described = super().lines(again=again), self.job.describe()
+        is_new, self._described = described != self._described, described
+        return [*shown, *map(visible, described if again or is_new else [])]
+
+    def close(self) -> None:
+        """Close the logs of the job."""
+        self.job.close()
+        super().close()
+
+    def _state(self, rank: int, board: BoardSnapshot, arrived: str = "") -> str:
+        pid = f"pid {board.pid}  " if len(self.boards) <= MANY else ""  # ranks of one state are one line
+        return f"{pid}{board.phase}" + (f"  at {board.line}" if board.line else "")
+
+
 def _key(found: Finding | Verdict | None) -> object:
     return found and (found.cause, found.ranks, found.where)
 
 
-def watch(folders: Iterable[Path], *, as_json: bool, once: bool, command: VerdictCommand | None) -> int:
+def watch(watchers: Sequence[Watcher], *, as_json: bool, once: bool, command: VerdictCommand | None) -> int:
     """Follow until every rank has ended, or Ctrl-C. Return 0 without a verdict at the end, 1 with one, 2 without a rank.
 
     ``command`` is run once per verdict.
     """
-    watchers, nccl = [Watcher(folder) for folder in folders], NcclService()
+    nccl = NcclService()
     shown, last, began = 0, 0.0, time.monotonic()
     try:
         while True:
@@ -249,13 +311,16 @@ def watch(folders: Iterable[Path], *, as_json: bool, once: bool, command: Verdic
                 if once or is_over:
                     break
             if once and not has_seen and settled:
-                print(visible(f"error: no rank has left a board in {', '.join(map(str, folders))}"), file=sys.stderr)
+                folders = ", ".join(str(w.folder) for w in watchers)
+                print(visible(f"error: no rank has left a board in {folders}"), file=sys.stderr)
                 return 2
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         pass
     finally:
         nccl.close()
+        for watcher in watchers:
+            watcher.close()
     if command is not None:
         command.finish()
     return int(any(w.finding is not None for w in watchers))
@@ -272,18 +337,3 @@ def _show(watchers: Sequence[Watcher], as_json: bool, shown: int, more: list[str
         sys.stdout.write(f"\x1b[{shown}A\x1b[J")
     print("\n".join(lines), flush=True)
     return len(lines)
-
-
-def show_stacks(pid: int) -> int:
-    """Print py-spy's stacks of the ranks of a job that leaves no evidence. Return 0, or 2 if the process is no rank."""
-    ranks = launched_ranks(pid)
-    for rank, of in ranks.items():
-        text, why_not = dump_by_py_spy(of, limit_s=DUMP_S)
-        if not text and not find_py_spy():
-            why_not += ": without it no stack is known (pip install py-spy)"
-        print(
-            visible(f"rank {rank}  pid {of}"), *(visible(line) for line in (text or why_not).splitlines()), "", sep="\n"
-        )
-    if ranks:
-        print("no evidence: with NSA_TRACE_DIR=DIR the ranks record collectives and phases, and a suspicion is named")
-    return 0 if ranks else 2

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.engine import Rule, diagnose, first_finding
 from pytest_nsa.diagnosis.facts import last_seen, make_finding
 from pytest_nsa.diagnosis.rules import absence, calls, messages, payloads, stalls
 from pytest_nsa.diagnosis.rules.activity import find_activity
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
-from pytest_nsa.evidence.board import BoardSnapshot, Collective
+from pytest_nsa.evidence.board import Collective, make_board
 from pytest_nsa.evidence.source import LOCATION, Sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
@@ -35,18 +35,25 @@ def judge(job: ForeignJob, name: str, *, sources: bool = False) -> tuple[Verdict
 
     ``sources``: read the Python files of this machine that frames name.
     """
-    evidence = build_evidence(job, name)
-    if sources:
-        evidence = _with_sources(evidence)
+    evidence = build_evidence(job, name, sources=sources)
+    return diagnose(evidence, _make_rules(job)), evidence
+
+
+def suspect(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Return what the rules find of a job that still runs, with its evidence from `build_evidence`; None where no rule fits."""
+    found, _ = first_finding(_make_rules(job), evidence)
+    return found if found is not None and found.cause != "unknown" else None
+
+
+def _make_rules(job: ForeignJob) -> tuple[Rule, ...]:
     raised, died, stated, absent, behind, aborted, silent = (
         _as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind, _aborted, _silent)
     )
-    rules = (
+    return (
         payloads.models_differ, raised, died, calls.departed, stated, absent, behind, calls.waiting_in_different_calls,
         messages.unpaired, stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, aborted, silent,
         _unknown,
     )  # fmt: skip
-    return diagnose(evidence, rules), evidence
 
 
 def _with_sources(evidence: Evidence) -> Evidence:
@@ -58,9 +65,7 @@ def _with_sources(evidence: Evidence) -> Evidence:
     return replace(evidence, sources=found, ranks=tuple(replace(rank, sources=found) for rank in evidence.ranks))
 
 
-def _as_rule(
-    job: ForeignJob, rule: Callable[[ForeignJob, Evidence], Finding | None]
-) -> Callable[[Evidence], Finding | None]:
+def _as_rule(job: ForeignJob, rule: Callable[[ForeignJob, Evidence], Finding | None]) -> Rule:
     def of_evidence(evidence: Evidence) -> Finding | None:
         return rule(job, evidence)
 
@@ -217,18 +222,19 @@ def _members(job: ForeignJob, group: str) -> tuple[int, ...]:
     return tuple(range(job.size)) if has_all else tuple(sorted(called))
 
 
-def build_evidence(job: ForeignJob, name: str) -> Evidence:
-    """Return the values that the diagnosis takes: stalled ranks with the calls of their dumps."""
+def build_evidence(job: ForeignJob, name: str, *, sources: bool = False) -> Evidence:
+    """Return the values that the diagnosis takes: stalled ranks with the calls of their dumps. ``sources``: as `judge` has it."""
     n = job.size
     names = {g for v in job.ranks.values() for g in (*v.counts, *(c.group for c in v.calls))}
     groups = {name: _members(job, name) for name in names}
     payloads = _payloads(job)
     ranks = tuple(_rank(r, job.ranks.get(r, ForeignRank()), groups, payloads) for r in range(n))
-    return Evidence(
+    evidence = Evidence(
         job=Job(nodeid=name, folder=name, world_size=n, backend=job.backend), ranks=ranks, stop="hang_after", stalled_s=0.0,
         moved_at_stop=False, duration_s=0.0, started=0.0, stop_time=0.0, waits_s=0.0, refused="", lost="", folder=Path(name),
         sources=Sources(),
     )  # fmt: skip
+    return _with_sources(evidence) if sources else evidence
 
 
 def _payloads(job: ForeignJob) -> Payloads:
@@ -245,10 +251,6 @@ def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]], 
     ring = tuple(
         _collective(i, c, payloads, is_done=c not in pending, size=len(groups[c.group])) for i, c in enumerate(in_order)
     )
-    board = BoardSnapshot(
-        numbers={"step": 0.0, "gradients": 0.0, "gradients_expected": 0.0}, phase="", module="", parameter="", line="",
-        phase_line="", nodes_module="", key="", path=(), arrived=b"", decode_ring=lambda: ring,
-    )  # fmt: skip
     error = RaisedException(
         time=0.0, type=values.error.partition(": ")[0], message=values.error.partition(": ")[2], when="call", file="", line=0,
         function="", module="", raised_in="", chain=(), frames=values.stack,
@@ -257,7 +259,7 @@ def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]], 
         rank=number, exit_code=None, signal=values.signal, exit_time=0.0,
         by_us=not values.signal, finished=False, passed=False, skipped=None,
         xfailed=None, left={}, exceptions=(error,) if values.error else (), parameter_names=(),
-        board=board if values.calls else None,
+        board=make_board({}, ring=ring) if values.calls else None,
         beat_age_s=None, moved_at_stop=False, process={},
         threads=(ThreadStack(values.stack, is_main=True),) if values.stack else (), fatal=(), children_threads=(),
         native_symbol="", native_absent="", abort_message="", reports=(), heartbeats=(), notes=(), warnings=(), left_running=(),

@@ -22,6 +22,7 @@ MOST = 1 << 16  # collectives that a board may hold
 _DAMAGED = (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError)
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
+_OF_ANY = ("step", "gradients", "gradients_expected", "beat", "gil_late")  # numbers of every board that readers use
 ANY = -2  # the peer of a receive from any rank
 CUT = "…"  # ends a note that was too long for its field on the board
 NEW_GROUP = "new_group"  # the operation of making a group
@@ -200,6 +201,16 @@ class BoardSnapshot:
     def inside(self) -> tuple[Collective, ...]:
         """Collectives entered and not left, oldest first."""
         return tuple(c for c in self.collectives if c.is_inside)
+
+
+def make_board(
+    numbers: Mapping[str, float], *, phase: str = "", line: str = "", ring: tuple[Collective, ...] = ()
+) -> BoardSnapshot:
+    """Return the board of a rank that leaves none, with what other sources show of it."""
+    return BoardSnapshot(
+        numbers={**dict.fromkeys(_OF_ANY, 0.0), **numbers}, phase=phase, module="", parameter="",
+        line=line, phase_line="", nodes_module="", key="", path=(), arrived=b"", decode_ring=lambda: ring,
+    )  # fmt: skip
 
 
 def _get_pair_name(op: str) -> str:

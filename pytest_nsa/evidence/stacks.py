@@ -21,10 +21,12 @@ _OURS = ("/nsa/trace/", *(f"/pytest_nsa/{p.name}{'' if p.suffix else '/'}" for p
 # Files that torch's compiler has written, in whatever folder.
 _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
 _RUN = ("/pytest_nsa/rank/process.py", "_run")  # runs a rank's test
-_JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "__exit__")
+_JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "_shutdown", "__exit__")
 _JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
 _POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multiprocessing/connection.py")
 _OF_PROCESSES = ("/subprocess.py", "/multiprocessing/connection.py", "/multiprocessing/process.py")
+_PROGRAMS = ("<module>", "_run_module_as_main")  # the outermost functions of programs
+MOST_FRAMES = 100  # of a stack, in dumps by faulthandler and by the rank itself
 _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
 # For evidence from another machine, where Python was installed elsewhere. nsa/trace/frames.py has the same rule for packages.
 _LIBRARY = re.compile(r"/lib/python3\.\d+/|/(?:site|dist)-packages/")
@@ -153,6 +155,16 @@ class ThreadStack:
     def runs_a_loop(self) -> bool:
         """Whether it runs asyncio's loop, in which a timer or a file may be pending."""
         return any(f.function == "run_forever" and "/asyncio/" in f.file for f in self.frames)
+
+    @property
+    def is_at_exit(self) -> bool:
+        """Whether the interpreter runs it after the program's end: to wait for threads, or in a handler of atexit."""
+        return self.is_main and len(self.frames) < MOST_FRAMES and self.frames[-1].function not in _PROGRAMS
+
+    @property
+    def waits_in_python(self) -> bool:
+        """Whether it waits for a lock, an event or a queue of Python's, which only a thread of its process ends."""
+        return self.frames[0].file.endswith(("/threading.py", "/queue.py"))
 
     @property
     def waits_for_a_process(self) -> bool:

@@ -248,6 +248,13 @@ class RankEvidence:
         return thread.runs_a_loop or not (thread.waits_for_work or at_a_lock)
 
     @property
+    def waits_for_ever(self) -> bool:
+        """Whether its program has ended, and each of its threads waits for another one of them without a time limit."""
+        threads = [t for t in self.threads if not t.is_ours]
+        is_idle = self.process.get("cpu_share", 0.0) < waiting.STARVED
+        return is_idle and waiting.wait_for_ever(threads, lambda frame: self.sources.line(frame.file, frame.line))
+
+    @property
     def stack(self) -> ThreadStack | None:
         """The thread that shows the rank's location: from the dump of the crash if there is one, else from that of the stall."""
         return thread_that_shows(self.fatal) or thread_that_shows(self.threads)

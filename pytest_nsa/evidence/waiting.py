@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.stacks import Frame, ThreadStack
 
 SAMPLED_S = 10.0  # samples of /proc from this time before the last one show whether a thread computes
 BUSY = 0.5  # of a core, over the sample
@@ -56,6 +56,23 @@ def takes_a_lock(line: str) -> bool:
 def has_a_time_limit(line: str) -> bool:
     """Return whether a line of source waits for an event, a lock, a thread or a queue with a time limit."""
     return bool(_LIMITED.search(line))
+
+
+def wait_for_ever(threads: Iterable[ThreadStack], read_line: Callable[[Frame], str]) -> bool:
+    """Return whether a process has ended its program, and each of its threads waits for another one without a time limit.
+
+    ``read_line`` returns the source of a frame's line, '' where that is not known.
+    """
+    found = list(threads)
+    return any(t.is_at_exit for t in found) and all(t.waits_in_python and _has_no_limit(t, read_line) for t in found)
+
+
+def _has_no_limit(thread: ThreadStack, read_line: Callable[[Frame], str]) -> bool:
+    frame = thread.user_frame
+    if frame is None:
+        return thread.is_main
+    line = read_line(frame)
+    return bool(line) and not has_a_time_limit(line)
 
 
 def computes(process: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding, split_reason
@@ -39,9 +39,12 @@ from pytest_nsa.system.procfs import has_more_threads
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS
 
+if TYPE_CHECKING:
+    from pytest_nsa.observe.launched import LaunchedJob  # it imports the rules, which take long to import
+
 MOVING = ("straggler", "graph_explosion", "slow")  # causes of ranks that move
 ENDING = ("dataloader_stuck", "sleeping")  # causes of waits that mostly end by themselves
-WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
+WAITED_FOR_S, AT_WORK_S, LEFT_S = 3.0, 10.0, 1.5
 WRITES = 1e6  # bytes a second: more than the tracers' own files
 
 
@@ -73,6 +76,8 @@ class AnnounceDelay:
         works = self.at_work or finding.cause in ENDING or may_act(evidence)
         works = works or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
         least = AT_WORK_S if works or not (find_awaited_ranks or all_wait) else WAITED_FOR_S
+        if not works and all(r.waits_for_ever for r in evidence.ranks if r.rank in finding.ranks):
+            least = LEFT_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 
 
@@ -140,7 +145,8 @@ Announce = Callable[[Finding, float, bool], None]
 class Observer:
     """Observes the ranks that leave evidence in ``folder`` (``rankR/board.bin``): ``ranks``, or all that have a board there.
 
-    ``notes``: the folder for what is observed, where that is not ``folder``. ``read``: how the evidence is read.
+    ``notes``: the folder for what is observed, where that is not ``folder``. ``read``: how the evidence is read. ``job``: one of
+    ranks that leave no evidence in the folder.
     """
 
     def __init__(
@@ -151,18 +157,20 @@ class Observer:
         notes: Path | None = None,
         read: Callable[[], Evidence] | None = None,
         announce: Announce | None = None,
+        job: LaunchedJob | None = None,
     ) -> None:
         self.folder, self.notes, self.announce = folder, notes or folder, announce
         self.log, self._suspicions = self.notes / "host.jsonl", self.notes / "suspicions.jsonl"
-        self.watch = ProgressWatch({rank: BoardReader(folder / f"rank{rank}" / "board.bin") for rank in ranks})
+        boards = {rank: BoardReader(folder / f"rank{rank}" / "board.bin") for rank in ranks}
+        self.watch = ProgressWatch(dict(job.readers) if job is not None else {**boards})
         self.stall = StallClock()
         self.finding: Finding | None = None  # what the rules suspect
         self.is_due = False  # whether it has lasted so long that it is announced
         self.at_work = False  # whether the ranks of the suspicion are at work
         self.gone: set[int] = set()  # ranks without a process that were not done
         self.unread = ""  # why the evidence cannot be read
-        self._read = read or (lambda: with_sources(load(folder)))
-        self._finds_ranks = not ranks
+        self._read = job.read if job is not None else read or (lambda: with_sources(load(folder)))
+        self._job, self._finds_ranks = job, not ranks and job is None
         self._delay = AnnounceDelay()
         self._announced: tuple[object, ...] = ()
         self._has_counters = False  # the ranks have written the counters of their loops in this stall
@@ -183,7 +191,7 @@ class Observer:
     def look(self) -> None:
         """Look at a job that this process has not started: its ranks are the processes that map its boards."""
         self.read_boards()
-        alive = living_ranks(self.folder, self.boards)
+        alive = living_ranks(self.folder, self.boards) if self._job is None else self._job.alive()
         lost = [rank for rank, board in self.boards.items() if rank not in alive and board.phase != "done"]
         for rank in lost:
             # It may have ended well since its board was read.
@@ -245,7 +253,7 @@ class Observer:
         from pytest_nsa.diagnosis.engine import suspect  # not before a stall: the rules take long to import
 
         evidence = self._read()
-        found = suspect(evidence)
+        found = suspect(evidence) if self._job is None else self._job.suspect(evidence)
         if found is not None and found.ends_the_test and may_act(evidence):
             found = replace(found, certain=False, is_permanent=False)
         self.is_due = found is not None and (

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_in_different_calls
@@ -124,11 +124,18 @@ def _stalled_at_first_sight(board: BoardSnapshot, now: float) -> float:
     return max(0.0, wall_clock() - wrote) if wrote else 0.0
 
 
+class Reader(Protocol):
+    """Reads the board of a rank."""
+
+    def read(self) -> BoardSnapshot | None:
+        """Return its present state; None without a board."""
+
+
 @dataclass
 class ProgressWatch:
     """Reads the ranks' boards, and records since when nothing has moved."""
 
-    readers: dict[int, BoardReader] = field(default_factory=dict)
+    readers: dict[int, Reader] = field(default_factory=dict)
     boards: dict[int, BoardSnapshot] = field(init=False, default_factory=dict)
     past: Past = field(init=False, default_factory=Past)
     running_since: float = 0.0

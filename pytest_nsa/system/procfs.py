@@ -94,6 +94,11 @@ def read_io(proc: Path) -> dict[str, int]:
     return {name: int(number) for name, number in _read_fields(proc / "io").items()}
 
 
+def count_waits(pid: int) -> int:
+    """Return how often the main thread of a process has waited so far: for data, a lock, a timer; 0 where that is hidden."""
+    return int(_read_fields(Path(f"/proc/{pid}/status")).get("voluntary_ctxt_switches", 0))
+
+
 def is_runnable(pid: int) -> bool:
     """Return whether a process runs or waits for a CPU (state R)."""
     return read_stat(pid)[:1] == ["R"]
@@ -146,6 +151,19 @@ def open_files(pid: int) -> list[str]:
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # it has just been closed
                 found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
+
+
+def list_written_files(pid: int) -> list[tuple[Path, str, int]]:
+    """Return (descriptor in /proc, target, flags of open(2)) of the files that a process has open to write; [] where hidden."""
+    found: list[tuple[Path, str, int]] = []
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
+            path = Path(f"/proc/{pid}/fd/{name}")
+            flags = int(_read_fields(Path(f"/proc/{pid}/fdinfo/{name}")).get("flags", "0"), 8)
+            with contextlib.suppress(OSError):  # it has just been closed
+                if flags & os.O_ACCMODE != os.O_RDONLY:
+                    found.append((path, os.readlink(path), flags))
     return found
 
 

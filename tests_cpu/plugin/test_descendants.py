@@ -222,6 +222,20 @@ def test_leaves_a_child():
     atexit.register(child.join)
     atexit.register(event.set)
 """
+THREAD = """
+import queue, threading, time
+
+def waits(items):
+    items.get()
+
+def computes(items):
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        sum(range(1000))
+
+def test_leaves_a_thread():
+    threading.Thread(target=FAULT, args=(queue.Queue(),)).start()
+"""
 HANDLES = """
 import signal
 import subprocess
@@ -386,7 +400,11 @@ def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: P
     done = run_cold(folder, EXIT, "-o", f"ranks_left_fails={ini}")
     assert done.returncode == code, done.stdout
     assert "1 passed" in done.stdout
-    assert "keep this session from ending, left by test_it.py::test_passes; ended" in done.stdout
+    named, _, ended = done.stdout.partition(
+        "would keep this session from ending, left by test_it.py::test_passes; ended"
+    )
+    assert "nsa: after the last test: skipped_collective on rank 1 at workers.py" in named
+    assert "HANG: rank 1 of 2" in ended
     assert verdict(folder)["ranks"] == [1]
     assert "rank 1" in (folder / "artifacts" / "latest" / "SUMMARY.md").read_text()
     assert alive(folder) == []
@@ -401,6 +419,18 @@ def test_what_ends_at_exit_or_is_at_work_keeps_no_session_from_ending(folder: Pa
     assert done.returncode == 0, done.stdout
     assert "keep this session from ending" not in done.stdout
     assert source is not UPLOADS or (folder / "done").exists()
+
+
+@pytest.mark.parametrize("fault", ["waits", "computes"])
+def test_a_thread_that_keeps_a_session_from_ending_is_named_unless_it_computes(folder: Path, fault: str) -> None:
+    (folder / "test_it.py").write_text(THREAD.replace("FAULT", fault))
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command(), cwd=folder, env=environment(), **output) as session:
+        assert session.stderr is not None
+        line = next((line for line in session.stderr if "the session is over" in line), "")
+        session.kill()
+    assert line.rstrip().endswith(f"test_it.py:{get_line(THREAD, 'get')} in waits") == (fault == "waits")
+    assert session.returncode == (-9 if fault == "waits" else 0)
 
 
 def test_ctrl_c_reports_and_ends(warm: WarmPython, folder: Path) -> None:

@@ -19,14 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.trace.board import Board
-from pytest_nsa.cli.main import main
 from pytest_nsa.cli.nccl import NcclService, communicators, describe, read_answer
 from pytest_nsa.cli.watch import VerdictCommand, Watcher
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.observe import observer
-from pytest_nsa.observe.second_look import dump_by_py_spy
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -155,6 +153,44 @@ def test_a_thread_that_a_program_left_is_named(folder: Path, start: object) -> N
     assert watcher.finding.where.endswith(" in consume")
 
 
+AT_EXIT = """
+import atexit, queue, subprocess, sys, threading, time
+import torch.distributed as dist
+
+def consume():
+    items.get()
+    end = time.monotonic() + 3
+    while time.monotonic() < end: sum(range(1000))
+
+def feed(child):
+    items.put(child.stdout.readline())
+
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+items = queue.Queue()
+if FAULT == "fed":
+    child = subprocess.Popen("sleep 4; echo", shell=True, stdout=subprocess.PIPE)
+    threading.Thread(target=feed, args=(child,), daemon=True).start()
+threading.Thread(target=consume).start() if FAULT != "a handler" else atexit.register(consume)
+"""
+
+
+@pytest.mark.parametrize(("fault", "waits"), [("a thread", True), ("a handler", True), ("fed", False)])
+def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: Path, fault: str, waits: bool) -> None:
+    source = AT_EXIT.replace("FAULT", repr(fault))
+    process = start_script(tmp_path, source, rank=0, size=1)
+    watcher, seen = Watcher(tmp_path / "run"), []
+    deadline = time.monotonic() + 60
+    while not seen and not watcher.is_over and time.monotonic() < deadline:
+        watcher.look()
+        if watcher.finding is not None:
+            seen = [(watcher.finding.cause, watcher.finding.where.rpartition(" in ")[2])]
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    assert seen == ([("lock_deadlock", "consume")] if waits else [])
+
+
 def test_ranks_that_wait_for_each_other_are_asked_for_their_counters(folder: Path, start: object) -> None:
     start("crossed")  # type: ignore[operator]
     wait_for_steps(folder, 20)
@@ -208,7 +244,8 @@ def test_a_process_that_is_no_rank(run: Run) -> None:
     other.kill()
     other.wait()
     assert done.returncode == 2
-    assert "is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR" in done.stderr
+    assert f"process {other.pid} is neither a rank nor the launcher of ranks" in done.stderr
+    assert "NSA_TRACE_DIR" in done.stderr
 
 
 def test_a_watch_that_begins_before_the_training_writes_into_its_folder(tmp_path: Path) -> None:
@@ -311,51 +348,6 @@ def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_died(
     watcher.look()
     assert watcher.to_json()["ranks"][0]["gone"] is False
     assert watcher.finding is None
-
-
-WAITS = """
-import os, subprocess, sys, time
-
-def save():
-    print(flush=True)
-    time.sleep(1000)
-
-save()
-"""
-
-
-@pytest.fixture
-def unaided(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start two ranks of a program with a launcher's variables, which leave no evidence, and wait until both wait."""
-    (tmp_path / "job.py").write_text(WAITS)
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    found = [
-        subprocess.Popen(
-            [sys.executable, "job.py"], env={**os.environ, **variables, "RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    for rank in found:
-        assert rank.stdout is not None
-        rank.stdout.readline()
-    yield found
-    for rank in found:
-        rank.kill()
-        rank.communicate()
-
-
-def test_ranks_are_found_by_their_variables(
-    unaided: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["watch", str(unaided[1].pid), "--once"]) == 0
-    out = capsys.readouterr().out
-    for number, rank in enumerate(unaided):
-        assert f"rank {number}  pid {rank.pid}\n" in out
-    assert "NSA_TRACE_DIR" in out
-    if dump_by_py_spy(unaided[0].pid, limit_s=60)[0]:
-        assert out.count("save (") == 2
-    else:
-        assert "py-spy" in out
 
 
 def answer(counts: dict[int, int], missing: tuple[int, ...] = ()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import describe_inner_wait, in_symbol, who_holds
-from pytest_nsa.evidence.stacks import Frame, ThreadStack
+from pytest_nsa.evidence.stacks import MOST_FRAMES, Frame, ThreadStack
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import (
     BUSY,
@@ -66,9 +66,6 @@ class Activity:
     is_of_unknown_file: bool = False
 
 
-MOST_FRAMES = 100  # of a stack, in dumps by faulthandler and by the rank itself
-
-
 def find_activity(rank: RankEvidence) -> Activity | None:
     """Return what a rank is blocked in; None where no evidence shows it."""
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
@@ -105,9 +102,13 @@ def _stopped(rank: RankEvidence) -> Activity | None:
 
 
 def _left_thread(rank: RankEvidence) -> Activity | None:
-    """Find that the interpreter waits for a thread before it exits."""
+    """Find that the interpreter waits for a thread before it exits; a thread at work shows by itself what it does."""
     main = next((t for t in rank.threads if t.is_main), None)
-    if main is None or not any(f.function == "_shutdown" and f.file.endswith("/threading.py") for f in main.frames):
+    if (
+        main is None
+        or rank.threads_at_work
+        or not any(f.function == "_shutdown" and f.file.endswith("/threading.py") for f in main.frames)
+    ):
         return None
     frames = (t.user_frame for t in rank.threads if not t.is_main)
     where = next((frame.describe() for frame in frames if frame is not None), "")

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -24,7 +24,9 @@ import pytest_timeout  # type: ignore[import-untyped]
 
 from pytest_nsa import marked
 from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.observe.finders import list_jobs
+from pytest_nsa.observe.observer import Observer, announcement
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
@@ -57,9 +59,11 @@ from pytest_nsa.session.started.processes import (
     of_ranks,
     on_start,
 )
+from pytest_nsa.session.started.threads import watch_exit
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.descendants import Key, Process, children, started_since, ticks_since_boot
+from pytest_nsa.wire.files import read_object
 
 AGAIN_S = 6.0  # after which a test that is blocked in its cleanup since its limit is ended once more
 
@@ -119,6 +123,12 @@ def call_before_timer(item: pytest.Item, settings: Any, first: Callable[[FrameTy
     timer.start()
 
 
+def look_at(jobs: Iterable[Observer]) -> None:
+    """Look at each job once."""
+    for job in jobs:
+        job.look()
+
+
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 NAMED = 6  # processes that a report names
 
@@ -164,6 +174,7 @@ class StartedRanks:
         self.began = 0.0  # the test, in seconds since the epoch
         self._since, self._before = ticks_since_boot(), children()  # the same in ticks; the children that existed then
         self._first = self._since, self._before
+        self._earlier: list[threading.Thread] = []  # threads that ran before the first test
         self._others: set[Path] = set()  # jobs of earlier tests and of fixtures with a wider scope
         self._left_by: dict[Key, str] = {}  # the tests that have left processes
         self.interrupted: list[str] = []
@@ -247,6 +258,7 @@ class StartedRanks:
         self.item, self.has_any, self._is_ended, self._is_in_phase = item, False, False, False
         self.began, self._since, self._before = wall_clock(), ticks_since_boot(), children()
         self._others = set(list_jobs(self.base))
+        self._earlier = self._earlier or threading.enumerate()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
@@ -407,7 +419,8 @@ class StartedRanks:
         self.began, self._others = 0.0, set()
         limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
         waits = WORKER_WAITS if self._is_worker else (IDLE_S, max(limit, IDLE_S))
-        left = left_at_exit(self._processes, *waits)
+        watched = [self._watch_at_exit(job) for job in list_jobs(self.base) if (job / "job.json").exists()]
+        left = left_at_exit(self._processes, *waits, lambda: look_at(watched))
         if not left:
             return False
         tests = sorted({self._left_by.get(p.key, "a fixture") for p in left})
@@ -419,6 +432,16 @@ class StartedRanks:
             text.append(f"  SUMMARY  {short_path(self.runner.folder.path / 'SUMMARY.md')}")
         _print([first, *map(visible, text)])
         return True
+
+    def _watch_at_exit(self, job: Path) -> Observer:
+        """Return an observer that prints, before the job's processes are ended, what keeps these from ending by themselves."""
+        size = int(read_object(job / "job.json").get("world_size", 0))
+
+        def announce(found: Finding, seconds: float, at_work: bool) -> None:
+            who, what = describe_ranks(found.ranks, size), "it keeps this session from ending"
+            _print([visible(announcement(found, "after the last test", who, seconds, what, at_work=at_work))])
+
+        return Observer(job, announce=announce)
 
     def _write_reports(self, *, interrupted: bool) -> None:
         run = self.runner.folder
@@ -439,6 +462,7 @@ class StartedRanks:
             self._undo_signal()
         self._undo_starts()
         if os.getpid() == self.pid:
+            watch_exit(self._earlier, lambda lines: _print([visible(line) for line in lines]))
             if joined_at_exit():
                 # The program's own handlers of atexit come before this one, and may end these processes.
                 importlib.import_module("multiprocessing.util").Finalize(None, self._finish, exitpriority=0)

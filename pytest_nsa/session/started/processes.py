@@ -264,15 +264,20 @@ def joined_at_exit() -> set[int]:
     return {child.pid for child in started if not child.daemon} - idle
 
 
-def left_at_exit(look: Callable[[], Sequence[Process]], idle: float, limit: float) -> list[Process]:
+def left_at_exit(
+    look: Callable[[], Sequence[Process]], idle: float, limit: float, poll: Callable[[], None]
+) -> list[Process]:
     """Wait until the processes that multiprocessing joins at exit have done no work, and moved no data, for ``idle`` seconds, or
     for ``limit`` seconds; return these processes, and those above and below them, [] if they have ended.
+
+    ``poll`` is called ten times a second.
     """
     began = idle_since = monotonic()
     before = {p.key: (p.cpu, p.moved) for p in look()}
     while True:
         for _ in range(10):
             time.sleep(0.1)
+            poll()
             joined = joined_at_exit()
             if not joined:
                 return []
