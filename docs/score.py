@@ -117,7 +117,7 @@ def main() -> None:
         + READERS.format(given=fewest)
     )
     (ROOT / "docs" / "score.md").write_text(
-        public + UNSEEN + "\n".join(list_unseen()) + "\n" + classes + NOTES, encoding="utf-8"
+        public + UNSEEN + "\n".join(list_unseen()) + "\n" + NOTES + classes, encoding="utf-8"
     )
 
 
