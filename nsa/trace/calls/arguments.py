@@ -202,7 +202,12 @@ def payload_of(values: Any) -> tuple[str, int, str]:
         while isinstance(flat, list | tuple) and flat and isinstance(flat[0], list | tuple):
             flat = flat[0]
         if isinstance(flat, torch.Tensor):
-            return str(flat.dtype).removeprefix("torch."), flat.numel(), flat.device.type
+            return _name_of(flat.dtype), flat.numel(), flat.device.type
         if isinstance(flat, list | tuple) and flat and isinstance(flat[0], torch.Tensor):
-            return str(flat[0].dtype).removeprefix("torch."), sum(t.numel() for t in flat), flat[0].device.type
+            return _name_of(flat[0].dtype), sum(t.numel() for t in flat), flat[0].device.type
     return "", 0, ""
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
