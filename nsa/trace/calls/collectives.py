@@ -3,7 +3,7 @@
 The methods of torch's ProcessGroup are wrapped, not the functions of torch.distributed: so calls by names bound early
 (``from torch.distributed import all_reduce``) are recorded too. DDP's reducer is C++ and calls none of them: its buckets
 come through the communication hook of `nsa.trace.ddp_buckets`, and its own waits between backwards are wrapped here.
-Every other call that C++ starts is recorded by the hooks that torch's process groups have from 2.14 on. These do not tell
+Other calls that C++ starts are recorded by the hooks that torch's process groups have from 2.14 on. The values of a hook lack
 reduction, tag, splits and time limit: a call that Python starts is recorded by its method alone.
 The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
 """
@@ -63,6 +63,9 @@ _HOOKED = {
     for name, operation in getattr(getattr(torch._C._distributed_c10d, "HookOpName", None), "__members__", {}).items()
     if name not in ("SPLIT", "NEW_WINDOW", "UNKNOWN")
 }
+# Their interface may change, and an error in a hook would end the program's call.
+_GIVEN = getattr(torch._C._distributed_c10d, "PreHookArgs", None)
+HAS_HOOKS = all(hasattr(_GIVEN, name) for name in ("name", "root", "input_tensors", "output_tensors"))
 _BY_INPUT = ("gather", "alltoall")  # outputs of ranks may differ
 _HOOK_ID = 0x6E7361  # a group has one hook of each number
 _OWN_RANK = re.compile(r"\brank \d+ (?=of )")  # in the note of a new group
@@ -344,9 +347,9 @@ class CollectiveRecorder:
 
     def _hook_groups(self) -> None:
         """Record what C++ starts in each group of this process, where this version of torch has hooks."""
-        owner = dist.distributed_c10d
-        if not hasattr(dist.ProcessGroup, "register_post_hook"):
+        if not HAS_HOOKS:
             return
+        owner = dist.distributed_c10d
         register = owner._register_process_group
 
         def registered(name: Any, group: Any) -> Any:
