@@ -2,7 +2,8 @@
 `nox -s "plugin-3.11(torch='2.15.0', pytest='7.3.2')"`.
 
 A Python that is not installed is skipped, and said so. The suite of the plugin's first room runs, with xdist and without: rules,
-marks, hooks, ranks, reports. `make matrix` writes what ran, and with what outcome, into benchmarks/results/matrix.json.
+marks, hooks, ranks, reports; and what is recorded of calls that C++ starts. `make matrix` writes what ran, and with what outcome,
+into benchmarks/results/matrix.json.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PYTESTS = ["7.3.2", "8.4.*", "9.*"]
 TESTS = (
     "tests_cpu/diagnosis", "tests_cpu/plugin/test_ranks.py", "tests_cpu/plugin/test_faults.py", "tests_cpu/plugin/test_marks.py",
     "tests_cpu/plugin/test_hooks.py", "tests_cpu/plugin/test_cases.py", "tests_cpu/plugin/test_xdist.py",
+    "tests_cpu/plugin/test_programs.py::test_verdicts[started_in_cpp]", "tests_cpu/nsa/test_watched.py",
 )  # fmt: skip
 USED = """import pytest
 import torch

@@ -84,24 +84,33 @@ def step_cost(modules: int, *, ddp: bool, width: int = 8) -> dict[str, float]:
 
 
 def collective_cost() -> dict[str, float]:
-    """Return the microseconds that tracing adds to an all_reduce of one number in a group of one rank, and a bare one's."""
+    """Return the microseconds that tracing adds to an all_reduce of one number in a group of one rank, and a bare one's; and what
+    it adds to a broadcast that C++ starts, where torch has the hooks that record it.
+    """
     from nsa.trace.session import installed
 
-    def median_us() -> float:
-        value, found = torch.ones(1), []
+    value, group = [torch.ones(1)], dist.distributed_c10d._get_default_group()
+    calls: dict[str, Callable[[], object]] = {"all_reduce": lambda: dist.all_reduce(value[0])}
+    if hasattr(group, "register_post_hook"):
+        in_cpp = torch._C._distributed_c10d._broadcast_coalesced
+        calls["in_cpp"] = lambda: in_cpp(group, value, 1 << 20, 0)
+
+    def median_us(call: Callable[[], object]) -> float:
+        found = []
         for _ in range(2000):
             began = time.thread_time()
-            dist.all_reduce(value)
+            call()
             found.append(time.thread_time() - began)
         return 1e6 * statistics.median(found[200:])
 
-    alone = median_us()
+    alone = {name: median_us(call) for name, call in calls.items()}
     with tempfile.TemporaryDirectory() as folder:
         session = installed()
         session.begin(folder, 0, 1)
-        added = median_us() - alone
+        added = {name: median_us(call) - alone[name] for name, call in calls.items()}
         session.end()
-    return {"added_us": added, "all_reduce_us": alone}
+    found = {"added_us": added["all_reduce"], "all_reduce_us": alone["all_reduce"]}
+    return found if len(calls) == 1 else {**found, "added_in_cpp_us": added["in_cpp"], "in_cpp_us": alone["in_cpp"]}
 
 
 def ddp_steps() -> Callable[[], None]:

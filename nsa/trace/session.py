@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nsa.trace.board import Board
 from nsa.trace.calls import thread_starts
 from nsa.trace.calls.arguments import in_runs
-from nsa.trace.calls.collectives import CollectiveRecorder
+from nsa.trace.calls.collectives import HAS_HOOKS, CollectiveRecorder
 from nsa.trace.calls.loaders import count_batches
 from nsa.trace.ddp_buckets import hook_new_models
 from nsa.trace.divergence.checksums import Checksums
@@ -59,10 +59,10 @@ class TraceSession:
         self.observer = Observer(self.board)
         self.recorder.install()
         self.is_light = is_light()
-        if self.is_light:
-            hook_new_models()
-        else:
+        if not self.is_light:
             self.observer.install()
+        elif not HAS_HOOKS:
+            hook_new_models()
         count_batches(self.board)
         thread_starts.install()
         note_ends(self.board, self._note_signal)

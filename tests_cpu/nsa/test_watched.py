@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
@@ -152,3 +154,26 @@ def test_a_traced_program_sees_what_an_untraced_one_sees(warm: WarmPython, tmp_p
     plain = run(warm, tmp_path, LIFETIMES)
     print(plain)
     assert run(warm, tmp_path, LIFETIMES, level=level) == plain
+
+
+KEEPS_ITS_GROUP = """
+import torch, torch.distributed as dist
+from torch import nn
+
+def train():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+
+dist.init_process_group("gloo")
+train()
+"""
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_post_hook"), reason="groups have hooks since torch 2.14")
+def test_a_process_that_keeps_its_group_ends_as_it_would_untraced(tmp_path: Path) -> None:
+    """C++ frees such a group once Python has ended; torch 2.14.1 then ends by SIGSEGV where the group still has a hook."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    variables["NSA_TRACE_DIR"] = str(tmp_path)
+    ended = subprocess.run([sys.executable, "-c", KEEPS_ITS_GROUP], env=os.environ | variables, timeout=120)
+    assert ended.returncode == 0
+    assert (tmp_path / "rank0" / "board.bin").is_file()

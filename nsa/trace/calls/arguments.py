@@ -201,8 +201,13 @@ def payload_of(values: Any) -> tuple[str, int, str]:
         flat = value
         while isinstance(flat, list | tuple) and flat and isinstance(flat[0], list | tuple):
             flat = flat[0]
-        if isinstance(flat, torch.Tensor):
-            return str(flat.dtype).removeprefix("torch."), flat.numel(), flat.device.type
-        if isinstance(flat, list | tuple) and flat and isinstance(flat[0], torch.Tensor):
-            return str(flat[0].dtype).removeprefix("torch."), sum(t.numel() for t in flat), flat[0].device.type
+        tensors = flat if isinstance(flat, list | tuple) else (flat,)
+        if tensors and isinstance(first := tensors[0], torch.Tensor):
+            count = first.numel() if len(tensors) == 1 else sum(t.numel() for t in tensors)
+            return _name_of(first.dtype), count, first.device.type
     return "", 0, ""
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

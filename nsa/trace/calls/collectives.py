@@ -1,16 +1,20 @@
-"""Record every collective that Python starts on the board, when it is entered and when it is left.
+"""Record every collective on the board, when it is entered and when it is left.
 
 The methods of torch's ProcessGroup are wrapped, not the functions of torch.distributed: so calls by names bound early
 (``from torch.distributed import all_reduce``) are recorded too. DDP's reducer is C++ and calls none of them: its buckets
 come through the communication hook of `nsa.trace.ddp_buckets`, and its own waits between backwards are wrapped here.
+Other calls that C++ starts are recorded by the hooks that torch's process groups have from 2.14 on. The values of a hook lack
+reduction, tag, splits and time limit: a call that Python starts is recorded by its method alone.
 The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
 """
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +36,7 @@ from nsa.trace.calls.arguments import (
     split_sizes,
     was_refused,
 )
-from nsa.trace.calls.compiled import outside_graphs
+from nsa.trace.calls.compiled import leave_uncompiled, outside_graphs
 from nsa.trace.calls.labels import GroupLabels, Made
 from nsa.trace.calls.limits import limit_of_call, limit_of_group, report_new_limits
 from nsa.trace.calls.pending import Pending
@@ -53,6 +57,17 @@ _SPLIT = ("alltoall_base", "all_to_all_single")
 _OUTPUT_FIRST = ("alltoall", "all_to_all", "gather_single", "gather_into_tensor")  # ranks may take unequal amounts
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 _UNEVEN = ("gather", "scatter", "alltoall")
+# The operations that hooks name (torch 2.14); not those that make a group or a window of memory.
+_HOOKED = {
+    operation: name.lower()
+    for name, operation in getattr(getattr(torch._C._distributed_c10d, "HookOpName", None), "__members__", {}).items()
+    if name not in ("SPLIT", "NEW_WINDOW", "UNKNOWN")
+}
+# Their interface may change, and an error in a hook would end the program's call.
+_GIVEN = getattr(torch._C._distributed_c10d, "PreHookArgs", None)
+HAS_HOOKS = all(hasattr(_GIVEN, name) for name in ("name", "root", "input_tensors", "output_tensors"))
+_BY_INPUT = ("gather", "alltoall")  # outputs of ranks may differ
+_HOOK_ID = 0x6E7361  # a group has one hook of each number
 _OWN_RANK = re.compile(r"\brank \d+ (?=of )")  # in the note of a new group
 
 
@@ -74,6 +89,7 @@ class CollectiveRecorder:
         self._limits: dict[str, float] = {}  # time limits of groups, if short, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # Python classes that are wrapped
+        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
         self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
         self.on_call: Callable[[dict[str, Any]], None] | None = None  # what ranks must match of a call that begins
@@ -81,6 +97,7 @@ class CollectiveRecorder:
     def forget(self, rank: int, world_size: int) -> None:
         """Reset for another test on a new board: sequence numbers start again on all its ranks."""
         self._sequence.clear()
+        self._inside = threading.local()
         self._labels.begin(rank, world_size)
         self._blocked_in, self._limit.until = 0, 0.0
         self.stores.forget()
@@ -104,6 +121,7 @@ class CollectiveRecorder:
         # A new group: its ranks meet in the store, and in gloo's own rendezvous.
         self._wrap_blocking(dist.distributed_c10d, "_new_process_group_helper", NEW_GROUP)
         self._wrap_meeting()
+        self._hook_groups()
         report_new_limits(lambda group, limit: self._limits.update({self._labels.of(group): limit}))
         functional.install(self._functional_collective, self._functional_wait)
         self.stores.install()
@@ -145,7 +163,9 @@ class CollectiveRecorder:
 
     def _enter(self, op: str, label: str, dtype: str = "", count: int = 0, *, size: int, **more: Any) -> int:
         """Enter a call on the board, with its number in the group and the user's lines that led to it; return its index."""
+        self._take_back()
         site, callers = path_of_call()
+        self._sequence[label] += more.get("peer", -1) == -1
         number = self._sequence[label]
         if self.on_call is not None:
             self.on_call(matched_facts(op, label, dtype, count, **more))
@@ -172,10 +192,14 @@ class CollectiveRecorder:
                 self._restart()
             if made.making != op:
                 self._note_group(made.making, made)  # others may wait for this rank in it
-            self._sequence[label] += 1
             index = self._enter(op, label, size=size, note=new.note if new is not None else "")
-            with self._blocked(index, self._limits.get(named, 0.0)):
-                result = original(*args, **kwargs)
+            depth = getattr(self._inside, "depth", 0)
+            self._inside.depth = depth or int(op != NEW_GROUP)  # the calls that DDP's make are part of them
+            try:
+                with self._blocked(index, self._limits.get(named, 0.0)):
+                    result = original(*args, **kwargs)
+            finally:
+                self._inside.depth = depth
             self.board.leave(index)
             if new is not None:
                 group = result[0] if isinstance(result, tuple) else result
@@ -214,7 +238,6 @@ class CollectiveRecorder:
         def recorded(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             label = self._labels.of_rendezvous(NEW_GROUP, port, world_size)
-            self._sequence[label] += 1
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
             index = self._enter(NEW_GROUP, label, size=world_size, note=note)
             with self._blocked(index):
@@ -236,7 +259,6 @@ class CollectiveRecorder:
             return original(*args, **kwargs)
         dtype, count, _ = payload_of(args)
         label, size = self._labels.of(group), group.size()
-        self._sequence[label] += 1
         index = self._enter(
             name.strip("_").removesuffix("_out"), label, dtype, count, size=size,
             root=global_rank(group, args[1]) if name.startswith("broadcast") and len(args) > 1 else -1,
@@ -312,6 +334,89 @@ class CollectiveRecorder:
         else:
             self.board.leave(entry.index)
 
+    def _ends(self, group: Any, label: str, device: str) -> bool:
+        """Return whether a call is done when its wait returns."""
+        if (ends := self._ends_by_wait.get((label, device))) is None:
+            ends = self._ends_by_wait[label, device] = is_done_after_wait(group, device)
+        return ends
+
+    def _refused(self, index: int, label: str, is_message: bool) -> None:
+        """Note that a call raised before it began: the next one pairs with the others' call."""
+        self._sequence[label] -= not is_message
+        self.board.leave(index, refused=True)
+
+    def _hook_groups(self) -> None:
+        """Record what C++ starts in each group of this process, where this version of torch has hooks."""
+        if not HAS_HOOKS:
+            return
+        owner = dist.distributed_c10d
+        register = owner._register_process_group
+
+        def registered(name: Any, group: Any) -> Any:
+            self._hook(group)
+            return register(name, group)
+
+        owner._register_process_group = registered
+        for group in owner._world.pg_map:
+            self._hook(group)
+        atexit.register(self._unhook_groups)
+
+    def _hook(self, group: Any) -> None:
+        of = weakref.ref(group)  # a group that its hooks keep would never be destroyed
+
+        def before(call: Any) -> None:
+            if not getattr(self._inside, "depth", 0) and (owner := of()) is not None:
+                self._begin_in_cpp(owner, call)
+
+        def after(call: Any) -> None:
+            if not getattr(self._inside, "depth", 0) and getattr(self._inside, "begun", None):
+                self._follow_in_cpp(call)
+
+        for hook in (before, after):  # a graph that runs may call them
+            leave_uncompiled(hook.__code__, calls=True)
+        group.register_pre_hook(_HOOK_ID, before)
+        group.register_post_hook(_HOOK_ID, after)
+        self._hooked.add(group)
+
+    def _unhook_groups(self) -> None:
+        """Remove the hooks before Python ends: C++ frees later the groups that still exist, and a hook cannot be freed then
+        (SIGSEGV).
+        """
+        for group in self._hooked:
+            group.unregister_pre_hook(_HOOK_ID)
+            group.unregister_post_hook(_HOOK_ID)
+
+    def _begin_in_cpp(self, group: Any, call: Any) -> None:
+        """Enter a call that C++ starts. The post hook, from which on it is followed, is not called if it raises."""
+        op, peer = _HOOKED.get(call.name, ""), -1
+        if not op:
+            return
+        given = (call.output_tensors, call.input_tensors)
+        dtype, count, device = payload_of(given[op in _BY_INPUT :])
+        root = global_rank(group, call.root) if call.root >= 0 else -1
+        if op in _POINT_TO_POINT:
+            op, root, peer = ("recv_anysource", -1, ANY) if root < 0 else (op, -1, root)
+        label = self._labels.of(group)
+        index = self._enter(op, label, dtype, count, size=group.size(), peer=peer, root=root)
+        self._inside.begun = index, label, peer != -1, self._ends(group, label, device)
+
+    def _follow_in_cpp(self, call: Any) -> None:
+        index, label, _, ends = self._inside.begun
+        self._inside.begun = None
+        if call.work is None:
+            self.board.leave(index)
+            return
+        entry = Pending(index, self._limits.get(label, 0.0), ends_by_wait=ends, is_message=False)
+        entry.keep(call.work)
+        with self._lock:
+            self._pending[id(entry)] = entry
+
+    def _take_back(self) -> None:
+        """Note that the last call of this thread that C++ started raised, if it has not begun."""
+        if begun := getattr(self._inside, "begun", None):
+            self._inside.begun = None
+            self._refused(*begun[:3])
+
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         point_to_point = name in _POINT_TO_POINT
 
@@ -322,7 +427,6 @@ class CollectiveRecorder:
             # The payload is the input.
             dtype, count, device = payload_of((*args, *kwargs.values())[1 if name.startswith(_OUTPUT_FIRST) else 0 :])
             label = self._labels.of(group)
-            self._sequence[label] += 0 if point_to_point else 1
             size = group.size()
             peer, note = -1, split_sizes(args, size) if name in _SPLIT else ""
             if point_to_point:
@@ -343,8 +447,7 @@ class CollectiveRecorder:
                     work = original(group, *args, **kwargs)
             except (ValueError, TypeError, RuntimeError) as error:
                 if was_refused(error, name):
-                    self._sequence[label] -= 0 if point_to_point else 1  # the next call pairs with the others' call
-                    self.board.leave(index, refused=True)
+                    self._refused(index, label, point_to_point)
                 raise
             finally:
                 self._inside.depth = 0
@@ -353,8 +456,7 @@ class CollectiveRecorder:
             else:
                 if "wait" in vars(type(work)) and type(work) not in self._waits:
                     self._wrap_wait(type(work))
-                if (ends := self._ends_by_wait.get((label, device))) is None:
-                    ends = self._ends_by_wait[label, device] = is_done_after_wait(group, device)
+                ends = self._ends(group, label, device)
                 self._follow(work, Pending(index, limit, ends_by_wait=ends, is_message=point_to_point))
             return work
 

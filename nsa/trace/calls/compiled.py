@@ -27,16 +27,19 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
         return (hidden[0] if hidden else function)(*args, **kwargs)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _leave_uncompiled(called.__code__)  # type: ignore[attr-defined]  # not as it is called: the compiler has seen the frame by then
+    leave_uncompiled(called.__code__)  # type: ignore[attr-defined]  # not as it is called: the compiler has seen the frame by then
     return called
 
 
-def _leave_uncompiled(code: CodeType) -> None:
-    """Have the compiler skip frames of ``code``, without importing it; no-op where torch has neither way."""
+def leave_uncompiled(code: CodeType, *, calls: bool = False) -> None:
+    """Have the compiler skip frames of ``code``, without importing it, and those that they call if ``calls`` (from torch 2.7
+    on); no-op where torch has neither way.
+    """
     frames = torch._C._dynamo.eval_frame
     with contextlib.suppress(AttributeError):
         if hasattr(frames, "skip_code"):  # torch 2.6
             frames.skip_code(code)
         else:
             action = frames._FrameAction
-            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+            called = action.SKIP if calls else action.DEFAULT
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, called))

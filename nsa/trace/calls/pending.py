@@ -27,6 +27,13 @@ class Pending:
         self._find: Find = _gone
         self._future: Any = None
 
+    def keep(self, work: Any) -> None:
+        """Follow a Work that C++ keeps, as ``follow`` does one that is dropped at once."""
+        if self.ends_by_wait:
+            self._future = future_of(work)
+        else:
+            self._find = lambda: work
+
     def follow(self, work: Any, on_drop: Callable[[object], None]) -> None:
         """Refer to ``work`` weakly; call ``on_drop`` when the program has dropped it.
 

@@ -1,6 +1,6 @@
 """Calls that one rank makes less, or that half of the ranks make: coalesced, functional, by an overload, compiled."""
 
-# options: -o timeout=12 -p xdist -n 3
+# options: -o timeout=40 -p xdist -n 3
 import pytest
 import torch
 import torch.distributed as dist
