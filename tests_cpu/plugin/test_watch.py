@@ -141,6 +141,7 @@ def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
 
 
+@pytest.mark.slow
 def test_a_thread_that_a_program_left_is_named(folder: Path, start: object) -> None:
     start("leaves a thread")  # type: ignore[operator]
     wait_for_files(folder, lambda files: len(files) == 2)
@@ -175,7 +176,9 @@ threading.Thread(target=consume).start() if FAULT != "a handler" else atexit.reg
 """
 
 
-@pytest.mark.parametrize(("fault", "waits"), [("a thread", True), ("a handler", True), ("fed", False)])
+@pytest.mark.parametrize(
+    ("fault", "waits"), [("a thread", True), ("a handler", True), pytest.param("fed", False, marks=pytest.mark.slow)]
+)
 def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: Path, fault: str, waits: bool) -> None:
     source = AT_EXIT.replace("FAULT", repr(fault))
     process = start_script(tmp_path, source, rank=0, size=1)

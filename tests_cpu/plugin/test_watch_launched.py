@@ -168,6 +168,7 @@ def test_a_job_with_nothing_to_read_is_told_what_to_set(
         assert all("sleep" in line or " at " in line for line in lines[:2])
 
 
+@pytest.mark.slow
 def test_the_log_of_a_watchdog_names_the_rank_that_never_came(start: Start, tmp_path: Path) -> None:
     caught = "Traceback (most recent call last)\nOSError: busy, tries again"
     lines = [watchdog(rank, 5, "ALLREDUCE", 8) if rank != 1 else caught for rank in range(3)]
@@ -186,6 +187,7 @@ def test_the_log_of_a_watchdog_names_the_rank_that_never_came(start: Start, tmp_
     watcher.close()
 
 
+@pytest.mark.slow
 def test_what_an_earlier_job_left_is_not_read(start: Start, tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"out_{rank}.txt").write_text(watchdog(rank, 5, "ALLREDUCE", 8 + rank))
