@@ -31,7 +31,11 @@ from nsa.trace.stall.exceptions import record_exception
 from nsa.trace.stall.threads import lasting_threads
 from nsa.trace.training import record_models
 from pytest_nsa.evidence.board import learn
-from pytest_nsa.rank import coverage, replay
+from pytest_nsa.rank import (
+    coverage,
+    handles,  # noqa: F401 (once, before ranks are forked)
+    replay,
+)
 from pytest_nsa.rank.connections import (
     change_after_each,
     leave_group,
