@@ -14,6 +14,7 @@ LONGEST = 60  # characters
 _FEW = 6  # elements that are shown
 _SCALARS = (bool, int, float, complex, type(None))
 ABSENT = object()
+_holders: dict[tuple[int, str], tuple[type, type | None]] = {}
 PLAIN = frozenset((*_SCALARS, str, list, tuple, set, frozenset, dict, range))
 
 
@@ -75,13 +76,23 @@ def find(chain: str, names: Mapping[str, Any], others: Mapping[str, Any]) -> Any
 
 def _of_class(owner: Any, name: str) -> Any:
     """Return the plain value that a class has for its instances, or the value in a slot of an instance; `ABSENT` for others."""
-    value = next((of.__dict__[name] for of in type(owner).__mro__ if name in of.__dict__), ABSENT)
+    holder = _find_holder(type(owner), name)
+    value = holder.__dict__.get(name, ABSENT) if holder is not None else ABSENT
     if type(value) is MemberDescriptorType:
         try:
             return value.__get__(owner)
         except AttributeError:
             return ABSENT
     return value if type(value) in PLAIN else ABSENT
+
+
+def _find_holder(kind: type, name: str) -> type | None:
+    """Return the class that has an attribute for instances of a class. A model's modules and parameters are in none."""
+    known = _holders.get((id(kind), name))  # the hash of a class may run code of the program
+    if known is None or known[0] is not kind:
+        known = kind, next((of for of in kind.__mro__ if name in of.__dict__), None)
+        _holders[id(kind), name] = known
+    return known[1]
 
 
 @functools.lru_cache(4096)
