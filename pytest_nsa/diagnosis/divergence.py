@@ -135,7 +135,7 @@ def _reason(found: FirstDivergence) -> str:
     if not found.within:
         return f"the ranks parted at `{found.statement}`"
     place, _, statement = found.within.partition(": ")
-    package = re.split(r"-packages/", place.partition(":")[0])[-1].partition("/")[0].removesuffix(".py")
+    package = place.partition(":")[0].rpartition("-packages/")[2].partition("/")[0].removesuffix(".py")
     return f"the ranks parted at `{statement}` of {package}, called here"
 
 

@@ -136,15 +136,16 @@ class Pair:
                     return found
                 i, j = i + 1, j + 1
                 continue
+            # One is still in the statement that the other has finished, or is a generator that was closed.
             if here is None or there is None or 0 in (i, j) or _is_closed(a, i - 1) or _is_closed(b, j - 1):
-                return (
-                    None  # one is still in the statement that the other has finished, or is a generator that was closed
-                )
-            meetings = [*_list_meetings(source, a, mine, i, b, others, j)]
-            if not meetings and self._are_roles(a, i - 1, b, j - 1):
                 return None
-            # Ranks that take turns in a loop make the same calls, each in another round.
-            met = next((m for m in meetings if self._began_the_same(a, i - 1, m[0], b, j - 1, m[1])), None)
+            meetings = _list_meetings(source, a, mine, i, b, others, j)
+            met = next(meetings, None)
+            if met is None and self._are_roles(a, i - 1, b, j - 1):
+                return None
+            # Ranks that take turns in a loop make the same calls, each in another round: they meet behind the loop.
+            while met is not None and not self._began_the_same(a, i - 1, met[0], b, j - 1, met[1]):
+                met = next(meetings, None)
             if met is None:
                 return self._other_message(a, i, b, j) or self._parting(source, a, i - 1, b, j - 1)
             if self.notes_all:

@@ -152,9 +152,8 @@ def _list_others(
 
 def _differ_there(pair: Pair, parting: Parting, which: int) -> bool:
     """Return whether the first rank of a pair parted from the second one in the execution of a statement."""
-    noted = _noted(replace(pair, notes_all=True, noted=[]))
     there = parting.frames[which].number, parting.at[which]
-    return any((p.frames[0].number, p.at[0]) == there and p.kind != "value" for p in noted)
+    return any((p.frames[0].number, p.at[0]) == there and p.kind != "value" for p in _note_all(pair))
 
 
 def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:
@@ -189,10 +188,14 @@ def _noted(pair: Pair) -> list[Parting]:
     return [*pair.noted, *([last] if last is not None else [])]
 
 
+def _note_all(pair: Pair) -> list[Parting]:
+    """Return all differences of two ranks, by another alignment."""
+    return _noted(replace(pair, notes_all=True, noted=[]))
+
+
 def _list_earlier(parting: Parting, pair: Pair) -> list[Parting]:
     """Return the differences of two ranks before a statement: those that changed no call."""
-    noted = _noted(replace(pair, notes_all=True, noted=[]))
-    return list(itertools.takewhile(lambda other: other != parting, noted))
+    return list(itertools.takewhile(lambda other: other != parting, _note_all(pair)))
 
 
 def _count_calls(found: tuple[Parting, Pair]) -> int:

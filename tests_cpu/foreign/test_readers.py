@@ -85,7 +85,7 @@ def test_counters_alone_are_never_certain(tmp_path: Path) -> None:
     assert (verdict.ranks, verdict.certain) == ((2,), False)
 
 
-def dumps_of(*entries: list[dict[str, Any]], done: int = 1) -> dict[str, str]:
+def make_dumps(*entries: list[dict[str, Any]], done: int = 1) -> dict[str, str]:
     """Return a dump per rank; a rank without entries leaves none. No dump has the members of a group."""
     return {f"dump_{r}": dump(of, {of[0]["process_group"][0]: (1, done)}, {}) for r, of in enumerate(entries) if of}
 
@@ -99,12 +99,12 @@ ALL_TO_ALL = entry("all_to_all", 1) | DONE
     [
         # Calls that ended are compared, too: no backend notices another type of the same size.
         (
-            dumps_of([ALL_TO_ALL], [ALL_TO_ALL], [ALL_TO_ALL | {"input_dtypes": ["Int"]}]),
+            make_dumps([ALL_TO_ALL], [ALL_TO_ALL], [ALL_TO_ALL | {"input_dtypes": ["Int"]}]),
             ("collective_mismatch", (2,), True),
         ),
         # Only the root of a scatter has inputs.
         (
-            dumps_of(
+            make_dumps(
                 [entry("scatter", 1) | DONE | {"output_sizes": [[4]]}],
                 [entry("scatter", 1) | DONE | {"input_sizes": [], "output_sizes": [[4]]}],
             ),
@@ -112,17 +112,17 @@ ALL_TO_ALL = entry("all_to_all", 1) | DONE
         ),
         # A group of one rank alone does not wait: of two ranks, both are in it.
         (
-            dumps_of([entry("all_reduce", 1, group="1")], [entry("all_reduce", 1, group="2")], done=0),
+            make_dumps([entry("all_reduce", 1, group="1")], [entry("all_reduce", 1, group="2")], done=0),
             ("group_order_deadlock", (0, 1), False),
         ),
         # A library aborts a rank because of another one.
         (
-            dumps_of([ALL_TO_ALL], [ALL_TO_ALL], [ALL_TO_ALL | {"input_dtypes": ["Int"]}])
+            make_dumps([ALL_TO_ALL], [ALL_TO_ALL], [ALL_TO_ALL | {"input_dtypes": ["Int"]}])
             | {"launcher.log": "  rank      : 0 (local_rank: 0)\n  exitcode  : -6 (pid: 7)\n"},
             ("collective_mismatch", (2,), True),
         ),
         # No rank waits, and one has left no dump.
-        (dumps_of([entry("all_reduce", 1) | DONE], [], [entry("all_reduce", 1) | DONE]), ("unknown", (1,), False)),
+        (make_dumps([entry("all_reduce", 1) | DONE], [], [entry("all_reduce", 1) | DONE]), ("unknown", (1,), False)),
     ],
     ids=["another type", "a scatter", "two groups", "aborted", "no dump"],
 )

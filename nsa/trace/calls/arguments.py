@@ -204,10 +204,10 @@ def payload_of(values: Any) -> tuple[str, int, str]:
         tensors = flat if isinstance(flat, list | tuple) else (flat,)
         if tensors and isinstance(first := tensors[0], torch.Tensor):
             count = first.numel() if len(tensors) == 1 else sum(t.numel() for t in tensors)
-            return _name_of(first.dtype), count, first.device.type
+            return _name_dtype(first.dtype), count, first.device.type
     return "", 0, ""
 
 
 @functools.cache
-def _name_of(dtype: torch.dtype) -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -79,13 +79,13 @@ def find_left_ranks(evidence: Evidence) -> Calls | None:
     finished = [r for r in evidence.ranks if r.finished and r.passed]
     left = [r for r in evidence.ranks if r not in finished and awaited(r) is not None]
     others = [r for r in evidence.ranks if r not in finished and r not in left]
-    if not finished or not left or not all(r.exceptions for r in others) or have_own_errors(others):
+    if not finished or not left or not all(r.exceptions for r in others):
         return None
     if evidence.stop == "host_died" and any(not r.is_waiting for r in left):
         return None  # the test may be in progress: no rank waits for this one
     if evidence.stop == "host_died" and any(r.exit_code is None for r in finished):
         return None  # one of their threads may still make the call
-    if have_own_errors(left):
+    if have_own_errors((*left, *others)):
         return None
     waits = find_awaited(left)
     of_all = [c for c in waits.values() if c.peer == -1]

@@ -123,7 +123,7 @@ def call_before_timer(item: pytest.Item, settings: Any, first: Callable[[FrameTy
     timer.start()
 
 
-def look_at(jobs: Iterable[Observer]) -> None:
+def look_once(jobs: Iterable[Observer]) -> None:
     """Look at each job once."""
     for job in jobs:
         job.look()
@@ -420,7 +420,7 @@ class StartedRanks:
         limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
         waits = WORKER_WAITS if self._is_worker else (IDLE_S, max(limit, IDLE_S))
         watched = [self._watch_at_exit(job) for job in list_jobs(self.base) if (job / "job.json").exists()]
-        left = left_at_exit(self._processes, *waits, lambda: look_at(watched))
+        left = left_at_exit(self._processes, *waits, lambda: look_once(watched))
         if not left:
             return False
         tests = sorted({self._left_by.get(p.key, "a fixture") for p in left})
