@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.foreign.values import MOST_CALLS, Counts, ForeignCall, ForeignJob
 
+_HOOK = "c10d"  # the prefix of what torch's FlightRecorderHook records: calls as they are begun, of any backend
 LARGEST = 1 << 29  # bytes of a dump
 _RANK_IN_NAME = re.compile(r"(\d+)(?!.*\d)")
 _PEERS = re.compile(r"(?P<op>send|recv) (?P<mine>-?\d+)(->|<-)(?P<other>-?\d+)")
@@ -76,25 +78,58 @@ def add_dump(job: ForeignJob, number: int, dump: dict[str, Any]) -> None:
         members = json.loads(str(config.get("ranks") or "[]"))
         if members and all(isinstance(m, int) for m in members):
             job.groups[_group_name(config.get("name"), config.get("desc"))] = tuple(members)
-    entries = _objects(dump.get("entries"))[-MOST_CALLS:]
+    entries = _drop_repeated(_objects(dump.get("entries"))[-MOST_CALLS:])
+    latest = {entry.get("thread_id"): entry for entry in entries}
     names: dict[str, str] = {}  # the counters name a group by a number that only entries map
     for entry in entries:
         group = _get_group(entry)
         names[str(entry.get("pg_id"))] = group
-        call = _call(entry, group)
+        call = _call(entry, group, _find_other(job, entry, group, number))
         if call is not None:
-            # gloo's entries stay scheduled: of its messages, only the latest may wait.
-            is_past = (
-                call.peer != -1
-                and entry is not entries[-1]
-                and str(entry.get("profiling_name", "")).startswith("gloo:")
-            )
-            rank.calls.append(replace(call, is_complete=call.is_complete or is_past))
+            # Nothing marks the end of gloo's messages and of the hook's calls: only a thread's latest may wait.
+            has_no_end = _recorder(entry) == _HOOK or (call.peer != -1 and _recorder(entry) == "gloo")
+            is_past = has_no_end and entry is not latest[entry.get("thread_id")]
+            rank.calls.append(replace(call, is_complete=call.is_complete or is_past, has_end=not has_no_end))
     for number_, status in _object(dump.get("pg_status")).items():
         if not isinstance(status, dict) or str(number_) not in names:
             continue
         enqueued, completed = (int(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "completed"))
         rank.counts[names[str(number_)]] = Counts(enqueued, completed)
+
+
+def complete_met_calls(job: ForeignJob) -> None:
+    """Mark calls as complete that every rank has begun that they need, and of which no recorder notes the end."""
+    messages = Counter((r, c.group, c.op, c.peer) for r, values in job.ranks.items() for c in values.calls)
+    begun = {(r, c.group, c.number) for r, values in job.ranks.items() for c in values.calls if c.peer == -1}
+    for rank, values in job.ranks.items():
+        passed = Counter[tuple[str, str, int]]()
+        for at, call in enumerate(values.calls):
+            if call.peer == -1:
+                members = job.groups.get(call.group, ())
+                is_met = bool(members) and all((m, call.group, call.number) in begun for m in members)
+            else:
+                passed[call.group, call.op, call.peer] += 1
+                answers = messages[call.peer, call.group, "recv" if call.op == "send" else "send", rank]
+                is_met = answers >= passed[call.group, call.op, call.peer]
+            if is_met and not call.has_end:
+                values.calls[at] = replace(call, is_complete=True)
+
+
+def _recorder(entry: dict[str, Any]) -> str:
+    """Return the backend that recorded an entry, or `_HOOK`."""
+    return str(entry.get("profiling_name", "")).partition(":")[0]
+
+
+def _drop_repeated(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries without those of torch's FlightRecorderHook of which the backend's own recorder has a better one."""
+    of_backend = {(_get_group(e), bool(e.get("is_p2p"))) for e in entries if _recorder(e) != _HOOK}
+    return [e for e in entries if _recorder(e) != _HOOK or (_get_group(e), bool(e.get("is_p2p"))) not in of_backend]
+
+
+def _find_other(job: ForeignJob, entry: dict[str, Any], group: str, number: int) -> int | None:
+    """Return the peer of a message of the hook, which does not record it: in a group of two ranks, the other one."""
+    others = [r for r in job.groups.get(group, ()) if r != number]
+    return others[0] if entry.get("is_p2p") and _recorder(entry) == _HOOK and len(others) == 1 else None
 
 
 def _object(value: Any) -> dict[Any, Any]:
@@ -116,24 +151,27 @@ def _get_group(entry: dict[str, Any]) -> str:
     return str(group)
 
 
-def _call(entry: dict[str, Any], group: str) -> ForeignCall | None:
+def _call(entry: dict[str, Any], group: str, other: int | None) -> ForeignCall | None:
+    """Return the call of an entry; None where it is none, or a message to an unknown rank. ``other``: the peer, if it is known."""
     name = str(entry.get("profiling_name", "")).rpartition(":")[2]
-    if not name or name == "coalesced":
-        return None
     peers = _PEERS.match(name)
+    peer = int(peers["other"]) if peers else other if other is not None else -1
+    is_message_to_unknown = peer == -1 and _recorder(entry) == _HOOK and entry.get("is_p2p")
+    if not name or name == "coalesced" or is_message_to_unknown:
+        return None
     given = "output" if name == "scatter" else "input"  # of a scatter, only the root has inputs
     sizes, dtypes = entry.get(f"{given}_sizes") or [], entry.get(f"{given}_dtypes") or []
     count = sum(math.prod(int(n) for n in size) for size in sizes if isinstance(size, list | tuple))
     dtype = str(dtypes[0]).lower() if dtypes else ""
-    number = entry.get("p2p_seq_id" if peers else "collective_seq_id", entry.get("seq_id", 0))
+    number = entry.get("p2p_seq_id" if peer != -1 else "collective_seq_id", entry.get("seq_id", 0))
     return ForeignCall(
         group=group,
         number=int(number),
         op=peers["op"] if peers else name_of_op(name),
         dtype=_DTYPES.get(dtype, dtype),
         count=count,
-        peer=int(peers["other"]) if peers else -1,
-        is_complete=entry.get("state") == "completed" or bool(entry.get("retired")),
+        peer=peer,
+        is_complete=entry.get("state") == "completed" or (bool(entry.get("retired")) and _recorder(entry) != _HOOK),
         created=float(entry.get("time_created_ns") or 0) / 1e9,
         frames=tuple(
             Frame(str(f.get("filename", "")), int(f.get("line", 0)), str(f.get("name", "")))

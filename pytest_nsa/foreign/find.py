@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pytest_nsa.foreign.dumps import LARGEST, add_dump, is_dump, parse_dump, read_rank
+from pytest_nsa.foreign.dumps import LARGEST, add_dump, complete_met_calls, is_dump, parse_dump, read_rank
 from pytest_nsa.foreign.logs import add_log, read_marked_lines
 from pytest_nsa.foreign.stacks import is_stack_text, read_stacks
 from pytest_nsa.foreign.texts import find_world_size, is_analysis, read_analysis
@@ -31,6 +31,7 @@ def read_job(paths: Iterable[Path]) -> ForeignJob:
             counts.update(_read(job, path, versions))
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
             job.unread.append(f"{path}: {str(error)[:200] or type(error).__name__}")
+    complete_met_calls(job)
     for kind, number in sorted(counts.items()):
         noun = kind if number == 1 else _PLURALS.sub(r"\g<0>s", kind)
         job.kinds.append(f"{number} {noun}{_detail(job, kind, versions)}")

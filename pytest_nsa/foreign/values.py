@@ -24,6 +24,7 @@ class ForeignCall:
     count: int = 0
     peer: int = -1
     is_complete: bool = False
+    has_end: bool = True  # whether its recorder would note that it is complete
     created: float = 0.0
     frames: tuple[Frame, ...] = ()
 

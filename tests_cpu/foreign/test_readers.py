@@ -144,6 +144,8 @@ def test_the_dump_of_torch_s_own_recorder_is_read(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', init_method=f'file://{sys.argv[1]}/store', rank=0, world_size=1)\n"
+        "hook = getattr(torch._C._distributed_c10d, 'FlightRecorderHook', None)\n"
+        "attached = hook and hook.attach(dist.group.WORLD)\n"
         "dist.all_reduce(torch.ones(3))\n"
         "open(sys.argv[1] + '/dump_0', 'wb').write(torch._C._distributed_c10d._dump_fr_trace())\n"
     )
@@ -152,6 +154,40 @@ def test_the_dump_of_torch_s_own_recorder_is_read(tmp_path: Path) -> None:
     (call,) = read_job([tmp_path / "dump_0"]).ranks[0].calls
     assert (call.op, call.number, call.dtype, call.count) == ("allreduce", 1, "float32", 3)
     assert any(frame.function == "<module>" for frame in call.frames)
+
+
+def of_hook(op: str, number: int, *, is_p2p: bool = False, group: str = "0") -> dict[str, Any]:
+    """Return an entry of torch's FlightRecorderHook, which retires a call as soon as it has begun, and knows no peer."""
+    found = entry(op, number, group=group, line=10 + number)
+    return {
+        **found,
+        "profiling_name": f"c10d:{op}",
+        "p2p_seq_id": number,
+        "is_p2p": is_p2p,
+        "retired": True,
+        "thread_id": "7",
+    }
+
+
+def test_a_call_that_two_recorders_have_is_one_call(tmp_path: Path) -> None:
+    """With the hook attached, gloo's own entry of a call comes behind the hook's, with another number."""
+    both = [of_hook("allreduce", 1), {**entry("all_reduce", 3), "profiling_name": "gloo:all_reduce"}]
+    write(tmp_path, dump_0=dump([*both, of_hook("send", 1, is_p2p=True)], {}, {"0": [0, 1]}))
+    calls = [(call.op, call.number, call.peer) for call in read_job([tmp_path]).ranks[0].calls]
+    assert calls == [("allreduce", 3, -1), ("send", 1, 1)]
+
+
+@pytest.mark.parametrize("members", [[0, 1], [0, 1, 2]], ids=["pair", "three"])
+def test_a_send_and_its_receive_are_no_mismatch(members: list[int], tmp_path: Path) -> None:
+    """The hook's entries alone, as of a backend without a recorder: rank 1 has received, and does not come to the reduction."""
+    group = {"0": members}
+    write(tmp_path, dump_0=dump([of_hook("send", 1, is_p2p=True), of_hook("allreduce", 1)], {}, group))
+    write(tmp_path, dump_1=dump([of_hook("recv", 1, is_p2p=True)], {}, group))
+    if len(members) == 3:
+        write(tmp_path, dump_2=dump([of_hook("allreduce", 1)], {}, group))
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert (verdict.ranks, verdict.certain) == ((1,), False)
+    assert "mismatch" not in verdict.cause
 
 
 def test_one_command_prints_kinds_verdict_and_what_is_lacking(
