@@ -14,7 +14,7 @@ from pathlib import Path
 from pytest_nsa.diagnosis.engine import Rule, diagnose, first_finding
 from pytest_nsa.diagnosis.facts import last_seen, make_finding
 from pytest_nsa.diagnosis.rules import absence, calls, messages, payloads, stalls
-from pytest_nsa.diagnosis.rules.activity import find_activity
+from pytest_nsa.diagnosis.rules.activity import SHOWN, find_activity
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import Collective, make_board
@@ -147,9 +147,7 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     activity = next((found for rank in ranks if (found := find_activity(rank)) is not None), None)
     if activity is not None:
         where = activity.where or last_seen(ranks[0])
-        return make_finding(
-            evidence, activity.cause, ranks, f"{who}: {activity.description}", activity.confidence, where=where
-        )
+        return make_finding(evidence, activity.cause, ranks, f"{who}: {activity.description}", SHOWN, where=where)
     where = last_seen(ranks[0]) if ranks[0].stack is not None else _where(missed)
     return make_finding(
         evidence,

@@ -1,8 +1,8 @@
 """The edit that best explains why ranks are in different calls.
 
-What is counted excludes candidates (`Candidate.is_refuted`). Each of the others has a score; the softmax of the scores
-gives probabilities. The weights were fitted as those of a conditional logit model (McFadden, 1974) on recorded faults.
-The best candidate's probability is the confidence, and its terms are what the report prints.
+What is counted excludes candidates (`Candidate.is_refuted`). Each of the others has a score; the softmax of the scores, with a
+temperature (Guo et al., 2017), gives probabilities. The weights were fitted as those of a conditional logit model (McFadden,
+1974) on recorded faults. The best candidate's probability is the confidence, and its terms are what the report prints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from importlib import resources
 from pytest_nsa.diagnosis.explain.edits import Calls, Candidate, candidates
 from pytest_nsa.evidence.values import Evidence
 
-CERTAIN = 0.993  # a probability: of 261 verdicts above it on subjects that no weight was fitted to, one was wrong
+SPREAD = 1.3  # divides scores: the value by which held-out verdicts are as often right as they state
+CERTAIN = 0.978  # a probability: of 261 verdicts above it on subjects that no weight was fitted to, one was wrong
 Weights = Mapping[str, Mapping[str, float]]  # by kind of edit, by term
 
 
@@ -56,9 +57,9 @@ def explain(evidence: Evidence, entered: Calls, among: Collection[int] = ()) -> 
         return None
     scored = sorted(((_score(c), -i, c) for i, c in enumerate(found)), key=lambda row: row[:2], reverse=True)
     best, candidate = scored[0][0], scored[0][2]
-    total = sum(math.exp(score - best) for score, _, _ in scored)
+    total = sum(math.exp((score - best) / SPREAD) for score, _, _ in scored)
     named = candidate.edit.cause, candidate.ranks
-    alike = sum(math.exp(score - best) for score, _, c in scored if (c.edit.cause, c.ranks) == named)
+    alike = sum(math.exp((score - best) / SPREAD) for score, _, c in scored if (c.edit.cause, c.ranks) == named)
     rival = next((c for _, _, c in scored if (c.edit.cause, c.ranks) != named), None)
     return Explanation(candidate, alike / total, _terms(candidate, rival))
 

@@ -25,6 +25,9 @@ from pytest_nsa.evidence.waiting import (
     takes_a_lock,
 )
 
+SHOWN = (
+    0.95  # the confidence that a rank is blocked in what its stack and process show: right in 88 of 90 recorded faults
+)
 FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
 IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
 MOVES = 0.2  # share of the heartbeat's samples in which the main thread had moved
@@ -52,7 +55,7 @@ _LOADER = "torch/utils/data/dataloader.py"
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a rank does instead of meeting the others: ``cause``, its ``description``, and a confidence.
+    """What a rank does instead of meeting the others: ``cause`` and its ``description``.
 
     ``where`` is the line, where the rank's stack does not show it; ``holders`` are the ranks that hold the lock that
     this one waits for; ``is_of_unknown_file``: it is a lock on a file, and the rank has that file closed between two attempts.
@@ -60,7 +63,6 @@ class Activity:
 
     cause: str
     description: str
-    confidence: float
     where: str = ""
     holders: tuple[int, ...] = ()
     is_of_unknown_file: bool = False
@@ -98,7 +100,7 @@ def _wchan(rank: RankEvidence) -> str:
 def _stopped(rank: RankEvidence) -> Activity | None:
     state = rank.process.get("state", "?")
     text = f"is stopped (state {state}): SIGSTOP or a debugger"
-    return Activity("rank_stopped", text, 0.95) if state in ("T", "t") else None
+    return Activity("rank_stopped", text) if state in ("T", "t") else None
 
 
 def _left_thread(rank: RankEvidence) -> Activity | None:
@@ -112,7 +114,7 @@ def _left_thread(rank: RankEvidence) -> Activity | None:
         return None
     frames = (t.user_frame for t in rank.threads if not t.is_main)
     where = next((frame.describe() for frame in frames if frame is not None), "")
-    return Activity("lock_deadlock", "has ended its program, and waits for a thread that is no daemon", 0.9, where)
+    return Activity("lock_deadlock", "has ended its program, and waits for a thread that is no daemon", where)
 
 
 def _compiling(rank: RankEvidence) -> Activity | None:
@@ -128,7 +130,7 @@ def _compiling(rank: RankEvidence) -> Activity | None:
     if not in_compiler or not (compiling or not running):
         return None
     imports = any(file.startswith("<frozen importlib") for file in _library_files(rank))
-    return Activity("compiling", "imports torch's compiler" if imports else "compiles", 0.7)
+    return Activity("compiling", "imports torch's compiler" if imports else "compiles")
 
 
 def _importing(rank: RankEvidence) -> Activity | None:
@@ -138,7 +140,7 @@ def _importing(rank: RankEvidence) -> Activity | None:
         return None
     module = next((f.file for f in frames if f.function == "<module>"), "a module")
     works = computes(rank.process) or rank.process.get("state") == "D"
-    return Activity("slow", f"imports {module}", 0.8) if works else None
+    return Activity("slow", f"imports {module}") if works else None
 
 
 def _loader(rank: RankEvidence) -> Activity | None:
@@ -148,10 +150,8 @@ def _loader(rank: RankEvidence) -> Activity | None:
         main = next((t for t in stacks if t.is_main), None)
         if main is not None and main.user_frame is not None:
             where = main.user_frame.describe()
-            return Activity(
-                "dataloader_stuck", f"waits for its data loader, whose worker is blocked at {where}", 0.9, where
-            )
-    return Activity("dataloader_stuck", "waits for its data loader", 0.85)
+            return Activity("dataloader_stuck", f"waits for its data loader, whose worker is blocked at {where}", where)
+    return Activity("dataloader_stuck", "waits for its data loader")
 
 
 def _failed_child(rank: RankEvidence) -> Activity | None:
@@ -161,7 +161,7 @@ def _failed_child(rank: RankEvidence) -> Activity | None:
         return None
     ends = ", ".join(dict.fromkeys(failed))
     which = "one that it started has" if len(failed) == 1 else f"{len(failed)} that it started have"
-    return Activity("child_process", f"waits for another process, and {which} failed ({ends})", 0.85)
+    return Activity("child_process", f"waits for another process, and {which} failed ({ends})")
 
 
 def _child(rank: RankEvidence) -> Activity | None:
@@ -169,7 +169,7 @@ def _child(rank: RankEvidence) -> Activity | None:
         return None
     commands = ", ".join(rank.process.get("children", ())) or "unknown"
     works = " that computes" if rank.process.get("below_cpu_share", 0.0) >= BUSY else ""
-    return Activity("child_process", f"waits for a child process{works}: {commands}", 0.85)
+    return Activity("child_process", f"waits for a child process{works}: {commands}")
 
 
 def _blocked_child(rank: RankEvidence) -> Activity | None:
@@ -183,7 +183,7 @@ def _blocked_child(rank: RankEvidence) -> Activity | None:
         frame = next((f for f in own if f.is_user), None)
         if frame is not None:
             text = f"waits for a process that it has started, which is at {frame.describe()}"
-            return Activity("child_process", text, 0.75, frame.describe())
+            return Activity("child_process", text, frame.describe())
     return None
 
 
@@ -196,12 +196,12 @@ def _pool(rank: RankEvidence) -> Activity | None:
     if not number or not any(file.endswith(_POOL_FILES) for file in files):
         return None
     idle = ", which use no CPU" if rank.process.get("below_cpu_share", 1.0) < IDLE else ""
-    return Activity("child_process", f"waits for a result of its pool, of {number} processes{idle}", 0.8)
+    return Activity("child_process", f"waits for a result of its pool, of {number} processes{idle}")
 
 
 def _device(rank: RankEvidence) -> Activity | None:
     description = waits_for_its_device(rank)
-    return Activity("device_busy", description, 0.85) if description else None
+    return Activity("device_busy", description) if description else None
 
 
 def _gil_held(rank: RankEvidence) -> Activity | None:
@@ -210,7 +210,7 @@ def _gil_held(rank: RankEvidence) -> Activity | None:
     thread = _thread_that_holds_the_gil(rank)
     where = thread.user_frame.describe() if thread is not None and thread.user_frame is not None else ""
     aside = " in a side thread" if thread is not None else ""
-    return Activity("gil_held", f"holds the GIL in native code{aside}{in_symbol(rank)}", 0.8, where)
+    return Activity("gil_held", f"holds the GIL in native code{aside}{in_symbol(rank)}", where)
 
 
 def is_silent(rank: RankEvidence) -> bool:
@@ -255,7 +255,7 @@ def _computing_activity(rank: RankEvidence) -> Activity:
     in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
     if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
         return Activity(
-            "infinite_loop", "polls without a pause for something that does not arrive", 0.8, line_of_its_loop(rank)
+            "infinite_loop", "polls without a pause for something that does not arrive", line_of_its_loop(rank)
         )
     if (
         stack is not None
@@ -272,9 +272,9 @@ def _computing_activity(rank: RankEvidence) -> Activity:
     if in_python:
         recursion = _recursion(rank)
         if recursion:
-            return Activity("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
-        return Activity("infinite_loop", "runs in Python without making progress", 0.8, line_of_its_loop(rank))
-    return Activity("native_busy", f"is busy in native code{in_symbol(rank)}", 0.7)
+            return Activity("infinite_loop", "runs in a recursion without making progress", recursion)
+        return Activity("infinite_loop", "runs in Python without making progress", line_of_its_loop(rank))
+    return Activity("native_busy", f"is busy in native code{in_symbol(rank)}")
 
 
 def _recursion(rank: RankEvidence) -> str:
@@ -293,20 +293,20 @@ def _recursion(rank: RankEvidence) -> str:
 
 def _sleeping(rank: RankEvidence) -> Activity | None:
     # What a library's function sleeps in is not in the user's line.
-    return Activity("sleeping", "sleeps", 0.8) if _sleeps(rank) else None
+    return Activity("sleeping", "sleeps") if _sleeps(rank) else None
 
 
 def _io(rank: RankEvidence) -> Activity | None:
     wchan = _wchan(rank)
     if rank.process.get("state") != "D" and not any(part in wchan for part in _IO_WAITS):
         return None
-    return Activity("io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8)
+    return Activity("io_stuck", f"waits for I/O ({wchan or 'state D'})")
 
 
 def _io_by_source(rank: RankEvidence) -> Activity | None:
     files = _library_files(rank)
     by_file = any(file.endswith(_IO_FILES) for file in files[:4])
-    return Activity("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
+    return Activity("io_stuck", "waits for I/O") if by_file or _IO.search(_source(rank)) else None
 
 
 def _asyncio(rank: RankEvidence) -> Activity | None:
@@ -318,19 +318,17 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     if thread is not None:
         return _in_executor(rank, thread)
     if loop is None:
-        return Activity("io_stuck", "waits in asyncio's loop for something that does not arrive", 0.6)
+        return Activity("io_stuck", "waits in asyncio's loop for something that does not arrive")
     where = loop.tasks[0] if loop.tasks else ""
     if loop.files:
-        return Activity("io_stuck", "waits in asyncio's loop for data from a socket or a pipe", 0.7, where)
+        return Activity("io_stuck", "waits in asyncio's loop for data from a socket or a pipe", where)
     frame = split_place(where)
     if loop.timers and "sleep(" in rank.sources.line(frame[0], frame[1]):
-        return Activity("sleeping", "sleeps in asyncio's loop", 0.7, where)
+        return Activity("sleeping", "sleeps in asyncio's loop", where)
     if loop.timers:
-        return Activity(
-            "lock_deadlock", "waits in asyncio's loop for something that a timer alone may complete", 0.6, where
-        )
+        return Activity("lock_deadlock", "waits in asyncio's loop for something that a timer alone may complete", where)
     text = "waits in asyncio's loop for something that no task, timer or file will complete"
-    return Activity("lock_deadlock", text, 0.8, where)
+    return Activity("lock_deadlock", text, where)
 
 
 def _executor_thread(rank: RankEvidence) -> ThreadStack | None:
@@ -345,19 +343,19 @@ def _in_executor(rank: RankEvidence, thread: ThreadStack) -> Activity:
     text = "waits in asyncio's loop for a thread of its executor"
     if thread.user_frame is not None:
         at = thread.user_frame.describe()
-        return Activity("io_stuck", f"{text}, which is at {at}", 0.6, at)
+        return Activity("io_stuck", f"{text}, which is at {at}", at)
     where = rank.loop.tasks[0] if rank.loop is not None and rank.loop.tasks else ""
     frame = split_place(where)
     if where and re.search(r"\bsleep\b", rank.sources.line(frame[0], frame[1])):
-        return Activity("sleeping", f"{text}, which sleeps", 0.6, where)
+        return Activity("sleeping", f"{text}, which sleeps", where)
     inner = next((f for f in thread.frames if not f.is_ours), thread.frames[0]).describe()
-    return Activity("io_stuck", f"{text}, which is at {inner}", 0.6, where or inner)
+    return Activity("io_stuck", f"{text}, which is at {inner}", where or inner)
 
 
 def _meets(rank: RankEvidence) -> Activity | None:
     about = rank.stack is not None and meets(rank.stack.frames, _source(rank))
     text = "tries to reach the rendezvous host of a group, or waits there for other ranks"
-    return Activity("init_timeout", text, 0.6) if about else None
+    return Activity("init_timeout", text) if about else None
 
 
 def _file_lock(rank: RankEvidence) -> Activity | None:
@@ -365,7 +363,7 @@ def _file_lock(rank: RankEvidence) -> Activity | None:
     path, holders = rank.process.get("waits_for_lock"), tuple(rank.process.get("held_by", ()))
     if not path:
         return None
-    return Activity("lock_deadlock", f"waits for a lock on {path}{who_holds(rank, holders)}", 0.9, holders=holders)
+    return Activity("lock_deadlock", f"waits for a lock on {path}{who_holds(rank, holders)}", holders=holders)
 
 
 def _polled_file(rank: RankEvidence) -> Activity | None:
@@ -373,7 +371,7 @@ def _polled_file(rank: RankEvidence) -> Activity | None:
     path, holders = rank.process.get("open_and_locked"), tuple(rank.process.get("locked_by", ()))
     if not path or not _sleeps(rank):
         return None
-    return Activity("lock_deadlock", f"polls for a lock on {path}{who_holds(rank, holders)}", 0.85, holders=holders)
+    return Activity("lock_deadlock", f"polls for a lock on {path}{who_holds(rank, holders)}", holders=holders)
 
 
 def _polled_lock(rank: RankEvidence) -> Activity | None:
@@ -381,7 +379,7 @@ def _polled_lock(rank: RankEvidence) -> Activity | None:
     source = _source(rank)
     if not _library_files(rank) or not takes_a_lock(source) or _SLEEPS.search(source) or not _sleeps(rank):
         return None
-    return Activity("lock_deadlock", "polls for a lock", 0.8, is_of_unknown_file=True)
+    return Activity("lock_deadlock", "polls for a lock", is_of_unknown_file=True)
 
 
 def _sleeps(rank: RankEvidence) -> bool:
@@ -401,11 +399,11 @@ def _lock(rank: RankEvidence) -> Activity | None:
         return None
     hook = ", in a gradient hook" if stack is not None and stack.is_in_hook else ""
     description = f"waits for {describe_inner_wait(_library_frames(rank), _source(rank))}{hook}"
-    return Activity("lock_deadlock", description, 0.9 if by_file or source else 0.7)
+    return Activity("lock_deadlock", description)
 
 
 def _backward(rank: RankEvidence) -> Activity | None:
     board = rank.board
     if board is None or board.phase != "backward" or board.numbers["gradients"]:
         return None
-    return Activity("backward_deadlock", "is blocked in backward before any gradient", 0.6)
+    return Activity("backward_deadlock", "is blocked in backward before any gradient")

@@ -52,7 +52,7 @@ def straggler(evidence: Evidence) -> Finding | None:
     late = last if waited is None or (last is not None and last[0] == waited[0]) else waited  # who is waited for now
     if late is None:
         return None
-    return make_finding(evidence, "straggler", [evidence.ranks[rank] for rank in late[0]], late[1], 0.8)
+    return make_finding(evidence, "straggler", [evidence.ranks[rank] for rank in late[0]], late[1], 0.7)
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:

@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.facts import (
     owning_module,
     signal_text,
 )
-from pytest_nsa.diagnosis.rules.activity import Activity, computes_aside, find_activity, is_silent
+from pytest_nsa.diagnosis.rules.activity import SHOWN, Activity, computes_aside, find_activity, is_silent
 from pytest_nsa.diagnosis.rules.exits import deaths, gave_up
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
@@ -66,7 +66,7 @@ def blocked(evidence: Evidence) -> Finding | None:
         at = other.where or last_seen(evidence.ranks[number])
         reason += f"; a second cause: rank {number} {other.description} ({other.cause}, at {at})"
     found = make_finding(
-        evidence, activity.cause, [evidence.ranks[r] for r in culprits], reason, activity.confidence,
+        evidence, activity.cause, [evidence.ranks[r] for r in culprits], reason, SHOWN,
         where=activity.where or last_seen(rank), module=owning_module(rank),
     )  # fmt: skip
     return replace(found, advice=advice)
