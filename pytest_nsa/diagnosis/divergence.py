@@ -20,7 +20,7 @@ from pytest_nsa.flow.reasons import LEFT
 # who sends or sets it, part by right.
 BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
 UNKNOWN = "unknown"
-SURE = 0.75  # the rules, by what the ranks did in earlier rounds
+SURE = 0.7  # the rules, by what the ranks did in earlier rounds
 RAISES = "raises "
 _EXCEPTIONS = ("rank_exception", "assertion")
 LIKELY = 0.8  # that the ranks which the second run shows are to blame, where no majority did otherwise
