@@ -96,7 +96,9 @@ def test_on_ranks(group): dist.barrier()
 
 
 def test_processes_of_torch_multiprocessing(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, SPAWN, "-p", "pytest_nsa.adapters.spawn", "-o", "ranks_hang_after=1.5")
+    # The programs fork beside the threads of numpy: from Python 3.12 on this warns.
+    quiet = ("-W", "ignore:This process:DeprecationWarning")
+    result = run_example(pytester, SPAWN, "-p", "pytest_nsa.adapters.spawn", "-o", "ranks_hang_after=1.5", *quiet)
     assert result.outcomes == {"passed": 12, "failed": 2}, result.stdout
     assert {name: v.ranks for name, v in result.verdicts.items() if v.failed} == {
         "test_fails": (1,),
