@@ -152,7 +152,10 @@ def _get_group(entry: dict[str, Any]) -> str:
 
 
 def _call(entry: dict[str, Any], group: str, other: int | None) -> ForeignCall | None:
-    """Return the call of an entry; None for another entry and for a message to an unknown rank. ``other``: the peer, if it is known."""
+    """Return the call of an entry; None for another entry, and for a message to an unknown rank.
+
+    ``other`` is the peer that `_find_other` knows.
+    """
     name = str(entry.get("profiling_name", "")).rpartition(":")[2]
     peers = _PEERS.match(name)
     peer = int(peers["other"]) if peers else other if other is not None else -1
