@@ -108,6 +108,7 @@ def package(session: nox.Session) -> None:
         python = str(place / "bin" / "python")
         session.run(python, "-m", "pip", "install", "-q", f"torch=={TORCH}", "numpy", file, external=True)
         (place / "test_ranks.py").write_text(USED, encoding="utf-8")
+        (place / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")  # else the folders above configure it
         with session.chdir(place):
             session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ranks.py", external=True)
 

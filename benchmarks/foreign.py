@@ -18,6 +18,8 @@ from figures import keep, parser_of
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from analyzers import HAS_NVRX, ask_nvrx, ask_torch  # noqa: E402
+
 from pytest_nsa.diagnosis.foreign import judge  # noqa: E402
 from pytest_nsa.foreign.find import read_job  # noqa: E402
 from tests_cpu.foreign.cases import CASES  # noqa: E402
@@ -36,7 +38,7 @@ def of_cases() -> dict[str, bool]:
 
 
 def of_nccl(folder: Path) -> dict[str, Any]:
-    """Return the ranks that each incident's dumps name, those that were injected, and the seconds that it took."""
+    """Return the ranks that each incident's dumps name, those that were injected, and what others name; the seconds it took."""
     found = {}
     for incident in sorted(path for path in folder.iterdir() if (path / "ranks").is_file()):
         began = time.perf_counter()
@@ -46,6 +48,8 @@ def of_nccl(folder: Path) -> dict[str, Any]:
             "found": list(verdict.ranks),
             "injected": wanted,
             "seconds": round(time.perf_counter() - began, 2),
+            "by torch's analyzer": ask_torch(incident, "_dump_"),
+            **({"by NVRx's analyzer": ask_nvrx(incident, "_dump_")} if HAS_NVRX else {}),
         }
     return found
 

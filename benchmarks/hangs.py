@@ -3,14 +3,15 @@
     python benchmarks/hangs.py labels                        # a JSON line per program: what is right
     python benchmarks/hangs.py answer nsa > nsa.jsonl        # pytest-nsa's answers
     python benchmarks/hangs.py answer plain > plain.jsonl    # of plain processes: what each reader of their evidence says
-    python benchmarks/hangs.py score nsa.jsonl plain.jsonl --json benchmarks/results/hangs.json
+    python benchmarks/hangs.py answer nsa --healthy > twins.jsonl  # the same of the healthy twins; `plain` has it, too
+    python benchmarks/hangs.py score nsa.jsonl plain.jsonl twins.jsonl --json benchmarks/results/hangs.json
     python benchmarks/peers/bare_fault.py skip test_a_loop_awaits_a_collective_of_its_executor [healthy]
 
-A program is a function in tests_cpu/faults/programs, for torch.distributed on a CPU, of this project's licence. A fault on one rank
-is on `culprit`: without it the program is its healthy twin. The last command runs one without pytest, for another tool. A tool
-answers with JSON lines that have its name:
+A program is a function in tests_cpu/faults/programs, for torch.distributed on a CPU, of this project's licence. It takes the rank
+that has the fault, or whether there is a fault: without it the program is its healthy twin. The last command runs one without
+pytest, for another tool. A tool answers with JSON lines that have its name:
 {"tool": "mine", "program": "test_...", "ranks": [1], "line": 31, "certain": false}; [] and 0 for nothing. A line is one of the
-program's file.
+program's file. An answer on a twin also has "healthy": true; any rank, line or "cause" in it is a false alarm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import contextlib
 import inspect
 import json
 import os
-import pickle
 import re
 import statistics
 import subprocess
@@ -30,6 +30,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,17 @@ from figures import ROOT, keep, parser_of
 
 sys.path.insert(0, str(ROOT))
 
+from analyzers import HAS_NVRX, ask_nvrx, ask_torch, copied
+
 from pytest_nsa.diagnosis.foreign import judge
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.foreign.find import read_job
-from pytest_nsa.foreign.texts import read_analysis
+from pytest_nsa.wire.files import read_lines
 from tests_cpu.faults.planting import marked_lines
 from tests_cpu.faults.rows import PLANTED
 from tests_cpu.faults.test_corpus import (
     AS_FAULTS,
+    AS_TWINS,
     HERE,
     list_programs,
     load_file,
@@ -53,6 +57,7 @@ from tests_cpu.faults.test_corpus import (
 )
 
 WORKERS, AT_ONCE = 3, 8  # tests; programs on plain processes, which wait for most of their time
+GIVEN = {"group", "ddp", "fsdp", "culprit", "faulty", "tmp_path"}  # what bare_fault.py gives a program
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
 
 
@@ -88,8 +93,10 @@ def _list_lines(path: Path, name: str) -> set[int]:
     return lines
 
 
-def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:
-    """Yield the verdict on each program, with its second run."""
+def answer_by_pytest_nsa(*, healthy: bool) -> Iterator[dict[str, Any]]:
+    """Yield the verdict on each program, with its second run; of a twin, also the cause of an announcement while it ran."""
+    way = replace(AS_FAULTS, conftest=AS_TWINS.conftest) if healthy else AS_FAULTS
+    options = ("--ranks-keep", "all") if healthy else ("--ranks-rerun", "all")
     by_file = defaultdict(list)
     for file, name, _ in list_programs():
         by_file[file].append(name)
@@ -97,48 +104,52 @@ def answer_by_pytest_nsa() -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             workers = WORKERS if len(names) > WORKERS else 0
             with contextlib.redirect_stdout(sys.stderr):
-                found = run_programs(
-                    Path(folder), AS_FAULTS, file, names, "--ranks-rerun", "all", workers=workers, timeout=900
-                )
-        for name in names:
-            verdict = found.verdicts.get(name)
-            if verdict is not None:
+                found = run_programs(Path(folder), way, file, names, *options, workers=workers, timeout=900)
+            for name, verdict in found.verdicts.items():
                 place = LOCATION.match(verdict.where)
                 is_own = place is not None and Path(place["file"]).name == PLANTED
+                suspicions = read_lines(found.folder(name) / "suspicions.jsonl") if healthy else ()
+                announced = next((of["cause"] for of in suspicions if "cause" in of), "")
                 yield {
                     "tool": "pytest-nsa", "program": name, "ranks": list(verdict.ranks), "certain": verdict.certain,
-                    "line": int(place["line"]) if place is not None and is_own else 0, "cause": verdict.cause,
-                    "seconds": round(verdict.stalled_s + verdict.time_to_verdict_s, 1),
+                    "line": int(place["line"]) if place is not None and is_own else 0, "cause": verdict.cause or announced,
+                    "seconds": round(verdict.stalled_s + verdict.time_to_verdict_s, 1), "healthy": healthy,
                 }  # fmt: skip
 
 
-def answer_by_plain_processes() -> Iterator[dict[str, Any]]:
+def answer_by_plain_processes(*, healthy: bool) -> Iterator[dict[str, Any]]:
     """Yield each reader's answer on each program that runs without pytest: one run leaves dumps, stacks and logs.
 
     No rank has our tracer. A watchdog's thread of each rank writes its dump and its stacks; a launcher writes how processes ended.
     """
     programs = [
-        (file, name, program.n) for file, name, program in list_programs()
-        if set(inspect.signature(getattr(load_file(file), name)).parameters) <= {"group", "ddp", "fsdp", "culprit", "tmp_path"}
-    ]  # fmt: skip
+        (file, name, program.n, healthy)
+        for file, name, program in list_programs()
+        if {
+            p.name
+            for p in inspect.signature(getattr(load_file(file), name)).parameters.values()
+            if p.default is p.empty
+        }
+        <= GIVEN
+    ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for answers in pool.map(lambda of: _answer_plain(*of), programs):
             yield from answers
 
 
-def run_plain(file: str, test: str, folder: Path) -> None:
+def run_plain(file: str, test: str, folder: Path, *modes: str) -> None:
     """Run a program on plain processes, which leave dumps and stacks in ``folder``, and end unless one holds the GIL."""
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "FR_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
     script = str(ROOT / "benchmarks" / "peers" / "bare_fault.py")
-    command = ["timeout", "--signal", "KILL", "90", sys.executable, script, file, test, "leave"]
+    command = ["timeout", "--signal", "KILL", "90", sys.executable, script, file, test, "leave", *modes]
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
-def _answer_plain(file: str, name: str, n: int) -> list[dict[str, Any]]:
+def _answer_plain(file: str, name: str, n: int, healthy: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        run_plain(file, name, folder)
-        return list_answers(file, name, n, folder)
+        run_plain(file, name, folder, *(("healthy",) if healthy else ()))
+        return [{**answer, "healthy": healthy} for answer in list_answers(file, name, n, folder)]
 
 
 def list_answers(file: str, name: str, n: int, folder: Path) -> list[dict[str, Any]]:
@@ -152,36 +163,15 @@ def list_answers(file: str, name: str, n: int, folder: Path) -> list[dict[str, A
         answers.append(
             {"tool": f"pytest-nsa {tool}", "ranks": list(verdict.ranks), "line": line, "certain": verdict.certain}
         )
-    stated = list(read_analysis(analyze(folder)))
-    ranks = min((s.ranks for s in stated), key=len, default=())
-    answers.append({"tool": "torch's analyzer of dumps", "ranks": list(ranks), "line": 0})
+    with copied(folder, "trace_") as dumps:
+        answers.append({"tool": "torch's analyzer of dumps", "ranks": ask_torch(dumps, "trace_"), "line": 0})
+        if HAS_NVRX:
+            answers.append({"tool": "NVRx's analyzer of dumps", "ranks": ask_nvrx(dumps, "trace_"), "line": 0})
     stacks = {rank: folder / f"stack_{rank}.txt" for rank in range(n)}  # a rank that has ended has none
     texts = {rank: path.read_text() if path.exists() else "" for rank, path in stacks.items()}
     odd, line = read_stacks(texts, file)
     answers.append({"tool": "stacks, by the majority", "ranks": odd, "line": line})
     return [{"program": name, **answer} for answer in answers]
-
-
-def analyze(folder: Path) -> str:
-    """Return what torch's analyzer of flight recorder dumps prints.
-
-    In torch 2.13 it ends with a KeyError on gloo's dumps: their list of groups names the default one '', and their entries name it
-    '0'. That is mended here, so that what is compared is what the analyzer finds.
-    """
-    with tempfile.TemporaryDirectory() as copies:
-        for dump in folder.glob("trace_*"):
-            try:
-                recorded = pickle.loads(dump.read_bytes())  # our own ranks wrote it
-            except (EOFError, pickle.UnpicklingError):  # its rank was killed meanwhile
-                continue
-            groups = recorded.get("pg_config", {})
-            if "" in groups:
-                groups["0"] = {**groups.pop(""), "name": "0"}
-            Path(copies, dump.name).write_bytes(pickle.dumps(recorded))
-        options = ("-p", "trace_", "--allow-incomplete-ranks", "--print_stack_trace")
-        command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", copies, *options]
-        done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
-    return done.stdout + done.stderr
 
 
 def read_stacks(stacks: dict[int, str], file: str) -> tuple[list[int], int]:
@@ -198,7 +188,8 @@ def read_stacks(stacks: dict[int, str], file: str) -> tuple[list[int], int]:
 
 
 def score(answers: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return by tool how many programs it answered, and in how many of these ranks and line are right.
+    """Return by tool how many programs it answered, and in how many of these ranks and line are right; of how many healthy twins
+    it named anything.
 
     Where a tool gives ``seconds`` from the beginning of a stall to its answer, their median and the longest, too.
     """
@@ -207,6 +198,10 @@ def score(answers: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for answer in answers:
         label, row = labels[answer["program"]], rows[answer["tool"]]
+        if answer.get("healthy"):
+            row["twins"] += 1
+            row["false alarms"] += bool(answer["ranks"] or answer["line"] or answer.get("cause"))
+            continue
         right = sorted(answer["ranks"]) == sorted(label["ranks"])
         row["programs"] += 1
         if answer.get("seconds"):
@@ -226,7 +221,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=argparse.ArgumentParser)
     commands.add_parser("labels")
-    commands.add_parser("answer").add_argument("tool", choices=("nsa", "plain"))
+    answering = commands.add_parser("answer")
+    answering.add_argument("tool", choices=("nsa", "plain"))
+    answering.add_argument("--healthy", action="store_true", help="answer on the healthy twins")
     scored = commands.add_parser("score")
     scored.add_argument("answers", nargs="+", type=Path)
     scored.add_argument("--json", type=Path)
@@ -236,7 +233,7 @@ def main() -> None:
         keep({"programs": len(list_programs()), "scores": score(map(json.loads, lines))}, given.json)
     else:
         made = {"nsa": answer_by_pytest_nsa, "plain": answer_by_plain_processes}
-        for record in list_labels() if given.command == "labels" else made[given.tool]():
+        for record in list_labels() if given.command == "labels" else made[given.tool](healthy=given.healthy):
             print(json.dumps(record), flush=True)
 
 

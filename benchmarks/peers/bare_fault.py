@@ -1,6 +1,6 @@
-"""A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST [MODE]
+"""A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST [MODE ...]
 
-With ``healthy`` no rank has the fault. With ``leave`` each rank writes its flight recorder's dump, its stacks and its exception
+With ``healthy`` the program has no fault. With ``leave`` each rank writes its flight recorder's dump, its stacks and its exception
 into the folder FR_FOLDER once it waits, and ends then.
 """
 
@@ -51,16 +51,16 @@ def leave(rank: int, world_size: int, ended: threading.Event) -> None:
     os._exit(0)
 
 
-def body(rank: int, world_size: int, store: str, function: object, mode: str) -> int:
+def body(rank: int, world_size: int, store: str, function: object, *, leaves: bool) -> int:
     """One rank; its exit code."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    limit = timedelta(seconds=2 * LEAVE_S if mode == "leave" else 8)
+    limit = timedelta(seconds=2 * LEAVE_S if leaves else 8)
     dist.init_process_group(
         "gloo", rank=rank, world_size=world_size, timeout=limit, store=dist.FileStore(store, world_size)
     )
     ended = threading.Event()
-    if mode == "leave":
+    if leaves:
         threading.Thread(target=leave, args=(rank, world_size, ended)).start()
     common = {"rank": rank, "world_size": world_size, "device": "cpu", "backend": "gloo"}
     made = {
@@ -71,13 +71,13 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str) ->
         function(**{name: made[name] for name in inspect.signature(function).parameters if name in made})  # type: ignore[operator, arg-type]
     except BaseException:
         traceback.print_exc()
-        if mode == "leave":
+        if leaves:
             text = "".join(f"[rank{rank}]: {line}\n" for line in traceback.format_exc().splitlines())
             Path(os.environ["FR_FOLDER"], f"log_{rank}.txt").write_text(text)
         return 1
     finally:
         ended.set()
-        if mode == "leave":
+        if leaves:
             threading.Event().wait()
     return 0
 
@@ -86,9 +86,10 @@ if __name__ == "__main__":
     module, name = importlib.import_module(f"tests_cpu.faults.programs.{sys.argv[1]}"), sys.argv[2]
     planted = programs_of(module)[name]
     function = getattr(module, name)
-    mode = sys.argv[3] if len(sys.argv) > 3 else ""
-    if planted.rank is not None:
-        function = functools.partial(function, culprit=NO_RANK if mode == "healthy" else planted.rank)
+    modes = sys.argv[3:]
+    takes, healthy = inspect.signature(function).parameters, "healthy" in modes
+    given = {"culprit": NO_RANK if healthy else planted.rank, "faulty": not healthy}
+    function = functools.partial(function, **{name: given[name] for name in given if name in takes})
     with tempfile.TemporaryDirectory() as folder:
         with socket.create_server(("127.0.0.1", 0)) as server:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.getsockname()[1]))
@@ -96,13 +97,13 @@ if __name__ == "__main__":
         for rank in range(planted.n):
             pid = os.fork()
             if pid == 0:
-                code = body(rank, planted.n, os.path.join(folder, "store"), function, mode)
+                code = body(rank, planted.n, os.path.join(folder, "store"), function, leaves="leave" in modes)
                 sys.stdout.flush()
                 os._exit(code)
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     for rank, code in enumerate(codes):
-        if code < 0 and mode == "leave":  # as torchrun's launcher reports it
+        if code < 0 and "leave" in modes:  # as torchrun's launcher reports it
             with Path(os.environ["FR_FOLDER"], "launcher.log").open("a") as log:
                 log.write(f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: {pids[rank]})\n")
         print(f"process {rank} ended with {signal.Signals(-code).name if code < 0 else code}", flush=True)

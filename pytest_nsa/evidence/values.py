@@ -228,8 +228,10 @@ class RankEvidence:
     @property
     def threads_at_work(self) -> tuple[ThreadStack, ...]:
         """The side threads that may still act: timers, user code, and calls in an executor; not those that wait without a time
-        limit for work, for a lock or for other ranks.
+        limit for work, for a lock or for other ranks. None where the rank waits for ever.
         """
+        if self.waits_for_ever:
+            return ()
         others = (t for t in self.threads if not t.is_main and not t.is_ours)
         return tuple(t for t in others if t.is_a_timer or self._is_at_work(t))
 
@@ -251,8 +253,8 @@ class RankEvidence:
     def waits_for_ever(self) -> bool:
         """Whether its program has ended, and each of its threads waits for another one of them without a time limit."""
         threads = [t for t in self.threads if not t.is_ours]
-        is_idle = self.process.get("cpu_share", 0.0) < waiting.STARVED
-        return is_idle and waiting.wait_for_ever(threads, lambda frame: self.sources.line(frame.file, frame.line))
+        is_idle, children = self.process.get("cpu_share", 0.0) < waiting.STARVED, self.process.get("children")
+        return is_idle and waiting.wait_for_ever(threads, self.sources, has_children=bool(children))
 
     @property
     def stack(self) -> ThreadStack | None:

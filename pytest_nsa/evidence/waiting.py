@@ -5,11 +5,13 @@ A file's name is not enough: `get_rank`, DTensor's dispatch and imports are unde
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 
 SAMPLED_S = 10.0  # samples of /proc from this time before the last one show whether a thread computes
@@ -58,21 +60,61 @@ def has_a_time_limit(line: str) -> bool:
     return bool(_LIMITED.search(line))
 
 
-def wait_for_ever(threads: Iterable[ThreadStack], read_line: Callable[[Frame], str]) -> bool:
+def wait_for_ever(threads: Iterable[ThreadStack], sources: Sources, *, has_children: bool) -> bool:
     """Return whether a process has ended its program, and each of its threads waits for another one without a time limit.
 
-    ``read_line`` returns the source of a frame's line, '' where that is not known.
+    A loop that only sleeps until a variable changes is such a wait: with no child process, only a thread can change it.
     """
     found = list(threads)
-    return any(t.is_at_exit for t in found) and all(t.waits_in_python and _has_no_limit(t, read_line) for t in found)
+    return any(t.is_at_exit for t in found) and all(
+        _waits_for_a_thread(t, sources) or (not has_children and _polls_memory(t, sources)) for t in found
+    )
 
 
-def _has_no_limit(thread: ThreadStack, read_line: Callable[[Frame], str]) -> bool:
+def _waits_for_a_thread(thread: ThreadStack, sources: Sources) -> bool:
+    if not thread.waits_in_python:
+        return False
     frame = thread.user_frame
     if frame is None:
         return thread.is_main
-    line = read_line(frame)
+    line = sources.line(frame.file, frame.line)  # '' where it is not known
     return bool(line) and not has_a_time_limit(line)
+
+
+def _polls_memory(thread: ThreadStack, sources: Sources) -> bool:
+    frame = thread.user_frame
+    if frame is None or not (thread.waits_in_python or thread.frames[0] == frame):
+        return False
+    around = sources.around(frame.describe())
+    loop = next((s for s in reversed(around) if isinstance(s, ast.For | ast.While)), None)
+    # A constant is no condition, and what else the body calls may change the variable.
+    return (
+        isinstance(loop, ast.While)
+        and not isinstance(loop.test, ast.Constant)
+        and _is_of_memory(loop.test)
+        and all(isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and _is_a_pause(s.value)) for s in loop.body)
+    )
+
+
+def _is_of_memory(condition: ast.expr) -> bool:
+    """Return whether variables and events alone decide a condition; an attribute may be a property that reads a file or a clock."""
+    match condition:
+        case ast.Name() | ast.Constant() | ast.Call(func=ast.Attribute(attr="is_set" | "wait")):
+            return True
+        case ast.UnaryOp(operand=operand):
+            return _is_of_memory(operand)
+        case ast.BoolOp(values=values):
+            return all(map(_is_of_memory, values))
+        case ast.Compare(left=left, comparators=others):
+            return all(map(_is_of_memory, (left, *others)))
+    return False
+
+
+def _is_a_pause(expression: ast.expr) -> bool:
+    match expression:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args):
+            return name in ("sleep", "wait") and all(isinstance(of, ast.Constant | ast.Name) for of in args)
+    return False
 
 
 def computes(process: Mapping[str, Any]) -> bool:

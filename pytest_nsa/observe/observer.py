@@ -76,7 +76,8 @@ class AnnounceDelay:
         works = self.at_work or finding.cause in ENDING or may_act(evidence)
         works = works or _may_come(finding, evidence) or _waits_with_a_limit(finding, evidence)
         least = AT_WORK_S if works or not (find_awaited_ranks or all_wait) else WAITED_FOR_S
-        if not works and all(r.waits_for_ever for r in evidence.ranks if r.rank in finding.ranks):
+        wait_for_ever = [r.waits_for_ever for r in evidence.ranks if r.rank in finding.ranks]
+        if wait_for_ever and all(wait_for_ever):
             least = LEFT_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 

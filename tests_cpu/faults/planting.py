@@ -22,14 +22,14 @@ NO_RANK = -1
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program on ``n`` ranks with a fault on ``rank``; None where the fault is on no single rank, or cannot be taken out."""
+    """A program on ``n`` ranks. It takes ``rank`` as `culprit`; where ``rank`` is None, whether it is `faulty`."""
 
     n: int
     rank: int | None
 
 
 def planted(n: int, *, rank: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for a test on ``n`` ranks, with a fault on the rank that it takes as ``culprit``."""
+    """Return a decorator for a test on ``n`` ranks that takes the rank of its fault as ``culprit``, or whether it is ``faulty``."""
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
         function.program = Program(n, rank)  # type: ignore[attr-defined]
@@ -38,17 +38,22 @@ def planted(n: int, *, rank: int | None = None) -> Callable[[Callable[..., None]
     return mark
 
 
-@pytest.fixture(name="culprit")
-def faulty_rank(request: pytest.FixtureRequest) -> int:
-    """Return the rank that has the fault."""
-    rank: int = request.function.program.rank
-    return rank
+@pytest.fixture(name="faulty")
+def with_fault() -> bool:
+    """Return that the program has its fault."""
+    return True
 
 
-@pytest.fixture(name="culprit")
-def healthy_twin() -> int:
-    """Return no rank: the test is the healthy twin of its fault."""
-    return NO_RANK
+@pytest.fixture(name="faulty")
+def without_fault() -> bool:
+    """Return that it has none: the test is the healthy twin."""
+    return False
+
+
+@pytest.fixture
+def culprit(request: pytest.FixtureRequest, faulty: bool) -> int:
+    """Return the rank that has the fault, or no rank."""
+    return request.function.program.rank if faulty else NO_RANK
 
 
 def programs_of(module: ModuleType) -> dict[str, Program]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,12 +70,10 @@ class Way:
     workers: int
 
 
-FROM_PLANTING = "from tests_cpu.faults.planting import {}\n"
-AS_FAULTS = Way(
-    "test_the_verdict", FROM_PLANTING.format("faulty_rank"), ("ranks_hang_after=2.5", "ranks_timeout=14"), 3
-)
+FROM_PLANTING = "from tests_cpu.faults.planting import culprit, {}\n"
+AS_FAULTS = Way("test_the_verdict", FROM_PLANTING.format("with_fault"), ("ranks_hang_after=2.5", "ranks_timeout=14"), 3)
 # A suspicion that lasts for 30 s, longer than these tests, would end them.
-AS_TWINS = Way("test_no_alarm_in_a_twin", FROM_PLANTING.format("healthy_twin"), ("ranks_hang_after=30",), 2)
+AS_TWINS = Way("test_no_alarm_in_a_twin", FROM_PLANTING.format("without_fault"), ("ranks_hang_after=30",), 2)
 AS_HEALTHY = Way("test_no_alarm", "", ("ranks_hang_after=30",), 2)
 Run = Callable[[Way, str], ExampleResult]
 
@@ -146,6 +145,12 @@ def test_every_program_is_in_the_file_of_its_family() -> None:
     assert found == {(name, rows_by_program()[name].family) for name, _ in found}
 
 
+def test_every_program_has_a_twin() -> None:
+    takes = {name: inspect.signature(getattr(load_file(file), name)).parameters for file, name, _ in list_programs()}
+    for _, name, program in list_programs():
+        assert ("faulty" if program.rank is None else "culprit") in takes[name], name
+
+
 @pytest.mark.parametrize(
     ("file", "name"),
     [
@@ -190,7 +195,7 @@ def assert_no_alarm(result: ExampleResult, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "name"),
-    [pytest.param(file, name, id=name) for file, name, program in list_programs() if program.rank is not None],
+    [pytest.param(file, name, id=name) for file, name, _ in list_programs()],
 )
 def test_no_alarm_in_a_twin(file: str, name: str, run_file: Run) -> None:
     needs = rows_by_program()[name].needs

@@ -228,13 +228,17 @@ import queue, threading, time
 def waits(items):
     items.get()
 
+def polls(items):
+    while not items:
+        time.sleep(0.1)
+
 def computes(items):
     end = time.monotonic() + 5
     while time.monotonic() < end:
         sum(range(1000))
 
 def test_leaves_a_thread():
-    threading.Thread(target=FAULT, args=(queue.Queue(),)).start()
+    threading.Thread(target=FAULT, args=(queue.Queue() if "FAULT" != "polls" else (),)).start()
 """
 HANDLES = """
 import signal
@@ -421,16 +425,18 @@ def test_what_ends_at_exit_or_is_at_work_keeps_no_session_from_ending(folder: Pa
     assert source is not UPLOADS or (folder / "done").exists()
 
 
-@pytest.mark.parametrize("fault", ["waits", "computes"])
-def test_a_thread_that_keeps_a_session_from_ending_is_named_unless_it_computes(folder: Path, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "line"), [("waits", "get"), ("polls", "sleep"), ("computes", "")])
+def test_a_thread_that_keeps_a_session_from_ending_is_named_unless_it_computes(
+    folder: Path, fault: str, line: str
+) -> None:
     (folder / "test_it.py").write_text(THREAD.replace("FAULT", fault))
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command(), cwd=folder, env=environment(), **output) as session:
         assert session.stderr is not None
-        line = next((line for line in session.stderr if "the session is over" in line), "")
+        shown = next((line for line in session.stderr if "the session is over" in line), "")
         session.kill()
-    assert line.rstrip().endswith(f"test_it.py:{get_line(THREAD, 'get')} in waits") == (fault == "waits")
-    assert session.returncode == (-9 if fault == "waits" else 0)
+    assert shown.rstrip().endswith(f"test_it.py:{get_line(THREAD, line)} in {fault}") == bool(line)
+    assert session.returncode == (-9 if line else 0)
 
 
 def test_ctrl_c_reports_and_ends(warm: WarmPython, folder: Path) -> None:

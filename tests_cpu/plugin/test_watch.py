@@ -166,20 +166,36 @@ def consume():
 def feed(child):
     items.put(child.stdout.readline())
 
+def poll():
+    done = False
+    while not done:
+        time.sleep(0.1)
+
+def flush():
+    rows = list(range(50))
+    while rows:
+        time.sleep(0.1)
+        rows.pop()
+
 dist.init_process_group("gloo")
 dist.destroy_process_group()
 items = queue.Queue()
 if FAULT == "fed":
     child = subprocess.Popen("sleep 4; echo", shell=True, stdout=subprocess.PIPE)
     threading.Thread(target=feed, args=(child,), daemon=True).start()
-threading.Thread(target=consume).start() if FAULT != "a handler" else atexit.register(consume)
+target = {"a variable": poll, "flushed": flush}.get(FAULT, consume)
+threading.Thread(target=target).start() if FAULT != "a handler" else atexit.register(consume)
 """
 
 
 @pytest.mark.parametrize(
-    ("fault", "waits"), [("a thread", True), ("a handler", True), pytest.param("fed", False, marks=pytest.mark.slow)]
-)
-def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: Path, fault: str, waits: bool) -> None:
+    ("fault", "function"),
+    [
+        ("a thread", "consume"), ("a handler", "consume"), ("a variable", "poll"),
+        *(pytest.param(fault, "", marks=pytest.mark.slow) for fault in ("fed", "flushed")),
+    ],
+)  # fmt: skip
+def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: Path, fault: str, function: str) -> None:
     source = AT_EXIT.replace("FAULT", repr(fault))
     process = start_script(tmp_path, source, rank=0, size=1)
     watcher, seen = Watcher(tmp_path / "run"), []
@@ -191,7 +207,7 @@ def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: P
         time.sleep(0.1)
     process.kill()
     process.communicate()
-    assert seen == ([("lock_deadlock", "consume")] if waits else [])
+    assert seen == ([("lock_deadlock", function)] if function else [])
 
 
 def test_ranks_that_wait_for_each_other_are_asked_for_their_counters(folder: Path, start: object) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
+from pytest_nsa.evidence.source import Sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.waiting import wait_for_ever
 
@@ -32,10 +33,21 @@ def _watch(earlier: set[int | None], show: Callable[[list[str]], None]) -> None:
     while _has_others():
         time.sleep(LOOK_S)
         before, seen = seen, _read_stacks(earlier)
-        if seen == before and wait_for_ever(seen, lambda frame: linecache.getline(frame.file, frame.line)):
+        if seen == before and wait_for_ever(seen, _read_sources(seen), has_children=_has_children()):
             places = [stack.user_frame.describe() for stack in seen if stack.user_frame is not None]
             show([f"nsa: the session is over, and its process waits for a thread at {place}" for place in places])
             return
+
+
+def _read_sources(threads: list[ThreadStack]) -> Sources:
+    frames = (thread.user_frame for thread in threads)
+    places = [(frame.file, frame.line) for frame in frames if frame is not None]
+    return record_sources(Path(), places, Sources(), keep=False)
+
+
+def _has_children() -> bool:
+    module = sys.modules.get("multiprocessing.process")  # no other child can set what a thread polls
+    return module is not None and bool(module.active_children())
 
 
 def _read_stacks(earlier: set[int | None]) -> list[ThreadStack]:

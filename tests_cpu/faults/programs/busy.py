@@ -26,9 +26,9 @@ def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted(2)
-def test_native_code_holds_the_gil(group: Group) -> None:
-    at(group, 1, lambda: ctypes.PyDLL(None).sleep(1000))
+@planted(2, rank=1)
+def test_native_code_holds_the_gil(group: Group, culprit: int) -> None:
+    at(group, culprit, lambda: ctypes.PyDLL(None).sleep(1000))
 
 
 def hold_while_main_is_in_a_collective(native, store):
@@ -62,13 +62,14 @@ def reduce_while_a_thread_holds_the_gil(group, culprit, native):
 
 
 @planted(4)
-def test_a_pattern_in_a_thread_keeps_the_gil_from_a_collective(group):
-    reduce_while_a_thread_holds_the_gil(group, 2, lambda: re.match(r"(a?){40}a{40}", "a" * 40))  # HERE
+def test_a_pattern_in_a_thread_keeps_the_gil_from_a_collective(group, faulty):
+    pattern = r"(a?){40}a{40}" if faulty else r"a{40}"
+    reduce_while_a_thread_holds_the_gil(group, 2, lambda: re.match(pattern, "a" * 40))  # HERE
 
 
 @planted(3)
-def test_an_idle_call_in_a_thread_keeps_the_gil_from_a_collective(group):
-    reduce_while_a_thread_holds_the_gil(group, 1, lambda: ctypes.PyDLL(None).sleep(1000))  # HERE
+def test_an_idle_call_in_a_thread_keeps_the_gil_from_a_collective(group, faulty):
+    reduce_while_a_thread_holds_the_gil(group, 1, lambda: ctypes.PyDLL(None).sleep(1000 if faulty else 0))  # HERE
 
 
 def rounds(group, culprit, fault):
@@ -92,24 +93,24 @@ def installed(tmp_path, name, text):
     return load
 
 
-@planted(3)
-def test_a_package_parses_its_vocabulary_when_it_is_imported(group, tmp_path):
+@planted(3, rank=2)
+def test_a_package_parses_its_vocabulary_when_it_is_imported(group, tmp_path, culprit):
     text = "words = {}\nwhile len(words) < 10:\n    words[hash('a') % 7] = sorted(words)\n"
-    rounds(group, 2, installed(tmp_path, "vocabulary", text))
+    rounds(group, culprit, installed(tmp_path, "vocabulary", text))
 
 
-@planted(3)
-def test_a_function_of_many_operations_is_traced(group):
+@planted(3, rank=2)
+def test_a_function_of_many_operations_is_traced(group, culprit):
     def polynomial(x):
         for power in range(200_000):
             x = x * 0.5 + power
         return x
 
-    rounds(group, 2, lambda: torch.compile(polynomial, backend="eager")(torch.ones(2)))
+    rounds(group, culprit, lambda: torch.compile(polynomial, backend="eager")(torch.ones(2)))
 
 
-@planted(2)
-def test_a_long_native_call(group: Group) -> None:
+@planted(2, rank=0)
+def test_a_long_native_call(group: Group, culprit: int) -> None:
     import hashlib
 
-    at(group, 0, lambda: hashlib.pbkdf2_hmac("sha256", b"x", b"y", 10**9))
+    at(group, culprit, lambda: hashlib.pbkdf2_hmac("sha256", b"x", b"y", 10**9))

@@ -37,9 +37,9 @@ def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted(2)
-def test_waits_for_a_child(group: Group) -> None:
-    at(group, 0, lambda: subprocess.run(["sleep", "1000"], check=False))
+@planted(2, rank=0)
+def test_waits_for_a_child(group: Group, culprit: int) -> None:
+    at(group, culprit, lambda: subprocess.run(["sleep", "1000"], check=False))
 
 
 def square(queue, lock, number):

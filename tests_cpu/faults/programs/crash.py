@@ -83,9 +83,9 @@ def at(group: Group, culprit: int, fault: object) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted(4)
-def test_aborts(group: Group) -> None:
-    at(group, 2, os.abort)
+@planted(4, rank=2)
+def test_aborts(group: Group, culprit: int) -> None:
+    at(group, culprit, os.abort)
 
 
 @planted(2, rank=1)

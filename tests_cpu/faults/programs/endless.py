@@ -41,18 +41,18 @@ def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted(4)
-def test_a_loop_of_four(group: Group) -> None:
-    at(group, 3, spin)
+@planted(4, rank=3)
+def test_a_loop_of_four(group: Group, culprit: int) -> None:
+    at(group, culprit, spin)
 
 
-@planted(2)
-def test_a_file_is_asked_for_without_a_pause(group: Group, tmp_path: Path) -> None:
+@planted(2, rank=0)
+def test_a_file_is_asked_for_without_a_pause(group: Group, tmp_path: Path, culprit: int) -> None:
     def fault() -> None:
         while not (tmp_path / "ready").exists():
             pass
 
-    at(group, 0, fault)
+    at(group, culprit, fault)
 
 
 def split_place(batch, size):

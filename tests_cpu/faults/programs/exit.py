@@ -25,6 +25,6 @@ def test_exits_with(group: Group, culprit: int, code: int = 0) -> None:
     at(group, culprit, lambda: os._exit(code))
 
 
-@planted(4)
-def test_sys_exit(group: Group) -> None:
-    at(group, 3, lambda: sys.exit(0))
+@planted(4, rank=3)
+def test_sys_exit(group: Group, culprit: int) -> None:
+    at(group, culprit, lambda: sys.exit(0))

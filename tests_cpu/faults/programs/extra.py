@@ -46,12 +46,12 @@ def suggested(value: int) -> int:
     return given[0]
 
 
-@planted(3)
-def test_a_study_that_rank_0_leads(group: Group) -> None:
+@planted(3, rank=2)
+def test_a_study_that_rank_0_leads(group: Group, culprit: int) -> None:
     """Rank 0 comes to the objective by other lines than the others, of which one asks for a value more."""
 
     def objective() -> None:
-        if suggested(16) * 2 > (40, 40, 20)[group.rank]:
+        if suggested(16) * 2 > (20 if group.rank == culprit else 40):
             suggested(4)  # HERE
         for _ in range(4):
             dist.all_reduce(torch.ones(3))
@@ -181,11 +181,11 @@ def evaluate_remainder(model, batches, world):
 
 
 @planted(3)
-def test_eval_remainder_to_last():
+def test_eval_remainder_to_last(faulty):
     """The remainder of the evaluation set goes to the last rank, which gathers one batch more than the others do."""
     rank, world = where()
     torch.manual_seed(0)
-    data, model = torch.randn(28, 8), nn.Linear(8, 2)
+    data, model = torch.randn(28 if faulty else 24, 8), nn.Linear(8, 2)
     each = len(data) // (world * 4) * 4
     mine = data[rank * each : (rank + 1) * each] if rank < world - 1 else data[rank * each :]
     for epoch in range(2):
@@ -210,14 +210,14 @@ def save(state, rank):
 
 
 @planted(2)
-def test_a_barrier_in_the_first_rank_s_branch(group):
+def test_a_barrier_in_the_first_rank_s_branch(group, faulty):
     model = DDP(small(), broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(8):
         x, y = labelled_batch(group.rank, step)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-        if step == AT:
+        if step == AT and faulty:
             save({}, group.rank)  # HERE
 
 

@@ -9,7 +9,7 @@ from tests_cpu.faults.planting import planted
 
 
 @planted(3)
-def test_groups_that_their_members_alone_make_on_demand(group):
+def test_groups_that_their_members_alone_make_on_demand(group, faulty):
     """torch numbers groups as a rank makes them: to rank 2 the group with rank 0 is the first, to rank 0 the second."""
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -18,6 +18,8 @@ def test_groups_that_their_members_alone_make_on_demand(group):
             made[members] = dist.new_group(list(members))  # HERE
         return made[members]
 
+    if not faulty:  # all ranks make all groups, in one order
+        of(0, 1), of(0, 2)
     if group.rank in (0, 1):
         dist.all_reduce(torch.ones(1), group=of(0, 1))  # HERE
     if group.rank in (0, 2):
@@ -26,9 +28,9 @@ def test_groups_that_their_members_alone_make_on_demand(group):
 
 
 @planted(4)
-def test_a_member_goes_on_to_its_messages(group):
+def test_a_member_goes_on_to_its_messages(group, faulty):
     """The one that does not make the group waits for a message of one that does; so does a rank that is no member."""
-    if group.rank in (0, 3):  # HERE
+    if group.rank in ((0, 3) if faulty else (0, 2, 3)):  # HERE
         dist.new_group([0, 2, 3], use_local_synchronization=True)  # HERE
     h = torch.ones(4)
     if group.rank > 0:
@@ -49,20 +51,20 @@ def test_a_layout_that_was_used_before(group, culprit):
 
 
 @planted(4)
-def test_each_half_makes_its_own_group(group):
+def test_each_half_makes_its_own_group(group, faulty):
     """Both groups have number 1, and share their keys in the store."""
     start = group.rank // 2 * 2
-    half = dist.new_group([start, start + 1])  # HERE
+    half = dist.new_group([start, start + 1], use_local_synchronization=not faulty)  # HERE
     dist.all_reduce(torch.ones(3), group=half)
     dist.barrier()
 
 
 @planted(4)
-def test_each_rank_makes_its_own_row_and_column(group):
+def test_each_rank_makes_its_own_row_and_column(group, faulty):
     """A mesh by hand: a rank makes the groups that it is in, and no others."""
     row, column = group.rank // 2, group.rank % 2
-    rows = dist.new_group([2 * row, 2 * row + 1])  # HERE
-    columns = dist.new_group([column, column + 2])
+    rows = dist.new_group([2 * row, 2 * row + 1], use_local_synchronization=not faulty)  # HERE
+    columns = dist.new_group([column, column + 2], use_local_synchronization=not faulty)
     for step in range(2):
         dist.all_reduce(torch.ones(2), group=rows)
         dist.all_reduce(torch.ones(2), group=columns)

@@ -24,8 +24,8 @@ def rounds(group, culprit, fault):
         dist.all_reduce(torch.ones(2))
 
 
-@planted(2)
-def test_an_executor_of_the_loop_reads_a_silent_socket(group):
+@planted(2, rank=1)
+def test_an_executor_of_the_loop_reads_a_silent_socket(group, culprit):
     mine, _theirs = socket.socketpair()
 
     def read():
@@ -34,7 +34,7 @@ def test_an_executor_of_the_loop_reads_a_silent_socket(group):
     async def fetch():
         return await asyncio.get_running_loop().run_in_executor(None, read)
 
-    rounds(group, 1, lambda: asyncio.run(fetch()))
+    rounds(group, culprit, lambda: asyncio.run(fetch()))
 
 
 def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
@@ -45,8 +45,8 @@ def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted(2)
-def test_opens_a_fifo(group: Group, tmp_path: Path) -> None:
+@planted(2, rank=1)
+def test_opens_a_fifo(group: Group, tmp_path: Path, culprit: int) -> None:
     path = tmp_path / f"fifo{group.rank}"
     os.mkfifo(path)
-    at(group, 1, lambda: path.open("rb"))
+    at(group, culprit, lambda: path.open("rb"))

@@ -23,8 +23,8 @@ def at(group: Group, culprit: int, fault: object) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted(2)
-def test_a_loader_s_worker_dies_with_a_batch_in_its_hands(group: Group) -> None:
+@planted(2, rank=1)
+def test_a_loader_s_worker_dies_with_a_batch_in_its_hands(group: Group, culprit: int) -> None:
     batches = torch.utils.data.DataLoader([torch.ones(2)] * 12, num_workers=1)
     iterator = iter(batches)
 
@@ -36,7 +36,7 @@ def test_a_loader_s_worker_dies_with_a_batch_in_its_hands(group: Group) -> None:
         worker.join()
         next(iterator)
 
-    at(group, 1, fault)
+    at(group, culprit, fault)
 
 
 class Stuck(torch.utils.data.Dataset[torch.Tensor]):

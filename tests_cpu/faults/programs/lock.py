@@ -25,7 +25,7 @@ from tests_cpu.faults.planting import Net, net, planted, train
 
 
 @planted(2)
-def test_two_write_to_a_database_in_wal_mode(group, tmp_path):
+def test_two_write_to_a_database_in_wal_mode(group, tmp_path, faulty):
     """Each has a shared lock on the database's index, too."""
     table = sqlite3.connect(tmp_path / "cache.db", timeout=1000, isolation_level=None)
     if group.rank == 0:
@@ -34,11 +34,12 @@ def test_two_write_to_a_database_in_wal_mode(group, tmp_path):
     group.barrier()
     table.execute("select * from rows").fetchall()
     if group.rank == 0:
-        table.execute("begin immediate")
+        if faulty:
+            table.execute("begin immediate")
         table.execute("insert into rows values (1, 2)")
         group.barrier()
         group.barrier()  # HERE
-        table.execute("commit")
+        table.commit()
     else:
         group.barrier()
         table.execute("insert into rows values (2, 3)")  # HERE
@@ -46,22 +47,23 @@ def test_two_write_to_a_database_in_wal_mode(group, tmp_path):
 
 
 class WaitsInBackward(torch.autograd.Function):
-    """Return x; the backward waits for 1000 s, in no call that a rule knows."""
+    """Return x; the backward waits for ``seconds``, in no call that a rule knows."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        select.select([], [], [], 1000)
-        return gradients[0]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        select.select([], [], [], ctx.seconds)
+        return gradients[0], None
 
 
 @planted(2)
-def test_backward_waits_for_a_backward_in_another_thread(group: Group) -> None:
+def test_backward_waits_for_a_backward_in_another_thread(group: Group, faulty: bool) -> None:
     model = nn.Linear(4, 4)
-    WaitsInBackward.apply(model(torch.ones(2, 4))).sum().backward()
+    WaitsInBackward.apply(model(torch.ones(2, 4)), 1000 if faulty else 0).sum().backward()
 
 
 # A barrier under a file lock: who comes first waits for the others inside, and they wait for the lock
@@ -110,11 +112,11 @@ def train_with(ddp: DDP, culprit: int, *, forward: Any = None, backward: Any = N
     train(model, ddp.rank, culprit=culprit, before=plant)
 
 
-@planted(2)
-def test_a_lock_in_a_gradient_hook(ddp: DDP) -> None:
+@planted(2, rank=1)
+def test_a_lock_in_a_gradient_hook(ddp: DDP, culprit: int) -> None:
     lock = threading.Lock()
     lock.acquire()
-    train_with(ddp, 1, backward=lock.acquire)
+    train_with(ddp, culprit, backward=lock.acquire)
 
 
 class CreditStage:
@@ -131,20 +133,20 @@ class CreditStage:
             dist.recv(x, self.rank - 1, tag=part)
             self.inbox.put(x)
 
-    def run(self, parts):
+    def run(self, parts, culprit):
         for part in range(parts):
             x = self.inbox.get() if self.rank > 0 else torch.full((4,), float(part))  # HERE
             if self.rank < 3:
                 dist.send(x, self.rank + 1, tag=part)
-            if self.rank == 2 and part % 3 == 0:
+            if self.rank == culprit and part % 3 == 0:
                 continue
             self.credits.release()
 
 
-@planted(4)
-def test_credits_that_a_stage_does_not_give_back(group):
+@planted(4, rank=2)
+def test_credits_that_a_stage_does_not_give_back(group, culprit):
     """The stage behind it waits in a queue, too: for what its reader is to receive."""
-    CreditStage(group.rank, 16).run(16)
+    CreditStage(group.rank, 16).run(16, culprit)
     dist.barrier()
 
 
@@ -227,13 +229,13 @@ def test_prefetching(group, culprit):
 
 
 @planted(2)
-def test_a_barrier_inside_a_file_s_lock(group, tmp_path):
+def test_a_barrier_inside_a_file_s_lock(group, tmp_path, faulty):
     """Rank 0 waits in the barrier with the lock, and the library of rank 1 sleeps between its attempts to get it."""
     from filelock import FileLock
 
     dist.all_reduce(torch.ones(1))
     if group.rank == 1:
-        while not (tmp_path / "prepared.lock").exists():
+        while not (tmp_path / "prepared0.lock").exists():
             time.sleep(0.1)
-    with FileLock(tmp_path / "prepared.lock"):
+    with FileLock(tmp_path / f"prepared{0 if faulty else group.rank}.lock"):
         dist.barrier()  # HERE

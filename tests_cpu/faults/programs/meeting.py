@@ -13,23 +13,25 @@ from pytest_nsa.fixtures import Group
 from tests_cpu.faults.planting import planted
 
 
-@planted(2)
-def test_a_group_of_its_own_that_one_rank_does_not_join(group: Group, tmp_path: Path) -> None:
+@planted(2, rank=1)
+def test_a_group_of_its_own_that_one_rank_does_not_join(group: Group, tmp_path: Path, culprit: int) -> None:
     dist.barrier()
     dist.destroy_process_group()
-    if group.rank == 0:
+    if group.rank != culprit:
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+        dist.init_process_group("gloo", store=store, rank=group.rank, world_size=2)
 
 
 @planted(2)
-def test_a_host_name_that_resolves_nowhere(group: Group) -> None:
-    dist.TCPStore("no-such-host.invalid", 29555, 2, False, timeout=timedelta(seconds=0.2))
+def test_a_host_name_that_resolves_nowhere(group: Group, faulty: bool) -> None:
+    served = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    host, seconds = ("no-such-host.invalid", 0.2) if faulty else ("localhost", 60)
+    dist.TCPStore(host, served.port, 2, False, timeout=timedelta(seconds=seconds))
 
 
 @planted(2)
-def test_an_interface_that_is_not_there(group: Group) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "nsa77"
+def test_an_interface_that_is_not_there(group: Group, faulty: bool) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nsa77" if faulty else "lo"
     dist.new_group([0, 1])
 
 
@@ -40,9 +42,9 @@ def form_again(**arguments: object) -> None:
 
 
 @planted(3)
-def test_a_launcher_that_sets_no_rank(group: Group) -> None:
+def test_a_launcher_that_sets_no_rank(group: Group, faulty: bool) -> None:
     """Whichever rank comes first serves the store: the others find its port in use."""
-    os.environ["RANK"] = os.environ.get("SLURM_PROCID", "0")
+    os.environ["RANK"] = os.environ.get("SLURM_PROCID", "0" if faulty else str(group.rank))
     form_again()
 
 
@@ -53,8 +55,8 @@ def test_sizes_of_the_world_that_differ(group: Group, culprit: int) -> None:
 
 
 @planted(2)
-def test_a_world_that_is_smaller(group: Group) -> None:
-    os.environ["WORLD_SIZE"] = "3"
+def test_a_world_that_is_smaller(group: Group, faulty: bool) -> None:
+    os.environ["WORLD_SIZE"] = "3" if faulty else "2"
     form_again()
 
 

@@ -12,9 +12,9 @@ from tests_cpu.faults.planting import AT, planted
 
 
 @planted(2)
-def test_everybody_broadcasts_its_own(group: Group) -> None:
+def test_everybody_broadcasts_its_own(group: Group, faulty: bool) -> None:
     seed = torch.tensor([group.rank + 17.0])
-    dist.broadcast(seed, src=dist.get_rank())
+    dist.broadcast(seed, src=dist.get_rank() if faulty else 0)
     found = [torch.zeros(1), torch.zeros(1)]
     dist.all_gather(found, seed)
     assert found[0].item() == found[1].item()
@@ -80,20 +80,21 @@ def test_other_rows_than_were_told(group, culprit):
 
 
 @planted(2)
-def test_sizes_of_a_call_of_the_backend(group):
+def test_sizes_of_a_call_of_the_backend(group, faulty):
     """The backend's object is called, which no trace records: gloo aborts a rank, and the recorded calls agree."""
     dist.all_reduce(torch.ones(3))
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend.allreduce([torch.ones(4000 if group.rank else 4)]).wait()  # HERE
+    backend.allreduce([torch.ones(4000 if faulty and group.rank else 4)]).wait()  # HERE
 
 
-@planted(2)
-def test_a_message_into_another_type_in_one_round(group):
+@planted(2, rank=1)
+def test_a_message_into_another_type_in_one_round(group, culprit):
     for step in range(5):
         if group.rank == 0:
             dist.send(torch.ones(4), 1)
         else:
-            dist.recv(torch.empty(4, dtype=torch.int32 if step == AT else torch.float32), 0)  # HERE
+            kind = torch.int32 if (group.rank, step) == (culprit, AT) else torch.float32
+            dist.recv(torch.empty(4, dtype=kind), 0)  # HERE
 
 
 @planted(2, rank=1)
@@ -105,9 +106,10 @@ def test_positions_that_one_rank_does_not_shorten(group, culprit):
     sent.wait()
 
 
-@planted(3)
-def test_one_rank_builds_its_layers_without_a_bias(group):
-    has_bias = {0: "llama", 1: "gpt", 2: "llama"}[group.rank] == "llama"
+@planted(3, rank=1)
+def test_one_rank_builds_its_layers_without_a_bias(group, culprit):
+    style = "gpt" if group.rank == culprit else "llama"
+    has_bias = style == "llama"
     DDP(nn.Sequential(nn.Linear(4, 4, bias=has_bias), nn.ReLU(), nn.Linear(4, 2, bias=has_bias)))  # HERE
 
 

@@ -103,9 +103,9 @@ def reduce_gradients(model):
 
 @check_divergence
 @planted(3)
-def test_replicas_that_are_made_from_other_seeds(group):
+def test_replicas_that_are_made_from_other_seeds(group, faulty):
     """Gradients are averaged by hand, and nothing makes the replicas equal before."""
-    torch.manual_seed(42 + group.rank)
+    torch.manual_seed(42 + (group.rank if faulty else 0))
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))  # HERE
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(6):
@@ -127,17 +127,17 @@ def pretrained_weights() -> bytes:
     return buffer.getvalue()
 
 
-def restore(model: nn.Module, checkpoint: bytes, rank: int) -> None:
-    if rank != 0:
+def restore(model: nn.Module, checkpoint: bytes, is_sent: bool) -> None:
+    if is_sent:
         return  # DDP sends it to the others
     state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     model.module.load_state_dict(state)
 
 
 @planted(3)
-def test_restore_after_wrapping(ddp):
+def test_restore_after_wrapping(ddp, faulty):
     model = ddp.wrap(small_model())
-    restore(model, pretrained_weights(), ddp.rank)
+    restore(model, pretrained_weights(), is_sent=faulty and ddp.rank != 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(8):
         x, y = batch_of(ddp.rank, step)
@@ -182,9 +182,11 @@ def test_a_rank_loads_an_older_model_after_ddp_was_made(group, tmp_path, culprit
 
 @check_divergence
 @planted(3)
-def test_a_head_that_is_put_in_after_ddp_was_made(group):
-    model = DDP(two_outputs())
-    model.module[2] = nn.Sequential(model.module[2], nn.Linear(2, 3))  # HERE
+def test_a_head_that_is_put_in_after_ddp_was_made(group, faulty):
+    net = two_outputs()
+    early = DDP(net) if faulty else None
+    net[2] = nn.Sequential(net[2], nn.Linear(2, 3))  # HERE
+    model = early or DDP(net)
     train_on_noise(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank, 3)
 
 
@@ -219,10 +221,10 @@ def test_a_rate_is_sought_on_one_rank(group, culprit):
 
 @check_divergence
 @planted(3)
-def test_ddp_reduces_nothing_at_all(group):
+def test_ddp_reduces_nothing_at_all(group, faulty):
     model = nn.parallel.DistributedDataParallel(relu_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with model.no_sync():
+    with model.no_sync() if faulty else contextlib.nullcontext():
         for step in range(AT):
             optimizer.zero_grad()
             model(inputs(group.rank, step)).square().mean().backward()
@@ -231,13 +233,13 @@ def test_ddp_reduces_nothing_at_all(group):
 
 # Silent: gradient accumulation that synchronises the first micro-batch and not the last (FunASR PR 3472).
 @planted(2)
-def test_accumulation(ddp):
+def test_accumulation(ddp, faulty):
     accumulate = 3
     model = ddp.wrap(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for index in range(12):
         x, y = batch_of(ddp.rank, index)
-        synchronise = index % accumulate == 0
+        synchronise = index % accumulate == (0 if faulty else accumulate - 1)
         with contextlib.nullcontext() if synchronise else model.no_sync():
             loss = nn.functional.mse_loss(model(x), y) / accumulate
             loss.backward()
@@ -285,11 +287,11 @@ def test_another_learning_rate_on_one_rank(ddp: fixtures.DDP, culprit: int) -> N
         optimizer.step()
 
 
-@planted(2)
-def test_the_smaller_of_two_models_diverges(ddp: fixtures.DDP) -> None:
+@planted(2, rank=1)
+def test_the_smaller_of_two_models_diverges(ddp: fixtures.DDP, culprit: int) -> None:
     large, small = ddp.wrap(net()), ddp.wrap(nn.Sequential(nn.Linear(8, 1)))
     for model in (large, small):
-        rate = 0.1 if model is small and ddp.rank == 1 else 0.01
+        rate = 0.1 if model is small and ddp.rank == culprit else 0.01
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         for step in range(3):
             loss_of(model, batch(ddp.rank, step)).backward()
@@ -361,10 +363,10 @@ def test_weights_are_rounded_on_one_rank_and_the_test_compares_them(group, culpr
 
 @check_divergence
 @planted(2)
-def test_a_rate_at_which_the_weights_overflow(group):
+def test_a_rate_at_which_the_weights_overflow(group, faulty):
     model, optimizer = make()
     for group_ in optimizer.param_groups:
-        group_["lr"] = 1e20
+        group_["lr"] = 1e20 if faulty else 0.1
     for step in range(5):
         step_of(model, optimizer, step)
     dist.barrier()

@@ -96,9 +96,9 @@ def mean_of(values):
     return float(total[0] / total[1])
 
 
-@planted(2)
-def test_a_rank_without_values_returns_early_and_asserts(group):
-    assert mean_of([1.0, 2.0] if group.rank else []) == 1.5
+@planted(2, rank=0)
+def test_a_rank_without_values_returns_early_and_asserts(group, culprit):
+    assert mean_of([] if group.rank == culprit else [1.0, 2.0]) == 1.5
 
 
 @planted(4, rank=1)
@@ -119,10 +119,10 @@ def collected():
     assert found == [2.0]
 
 
-@planted(2)
-def test_a_fixture_asserts_what_a_rank_has_not_reduced(group, collected):
+@planted(2, rank=1)
+def test_a_fixture_asserts_what_a_rank_has_not_reduced(group, collected, culprit):
     x = torch.ones(1)
-    if group.rank == 0:
+    if group.rank != culprit:
         dist.all_reduce(x)  # HERE
     collected.append(x.item())
 
@@ -156,10 +156,10 @@ def ranks():
     return dist.get_rank(), dist.get_world_size()
 
 
-def ring_attention(q, k, v):
+def ring_attention(q, k, v, *, first_leaves):
     """Sequence parallel causal attention: keys and values go round the ring."""
     rank, world = ranks()
-    if rank == 0:
+    if rank == 0 and first_leaves:
         # causal: the first block of the sequence sees only itself
         return torch.softmax(q @ k.T, -1) @ v
     scores, values, kv = [q @ k.T], [v], torch.stack([k, v])
@@ -176,7 +176,7 @@ def ring_attention(q, k, v):
 
 
 @planted(4)
-def test_ring_attention_first_block_leaves():
+def test_ring_attention_first_block_leaves(faulty):
     """Rank 0 returns early since its causal block needs no other, so it neither passes its keys on to rank 1 nor takes those of rank 3."""
     rank, _ = ranks()
     torch.manual_seed(rank)
@@ -184,7 +184,7 @@ def test_ring_attention_first_block_leaves():
     for warm in range(3):
         local = torch.softmax(block @ block.T, -1) @ block
         dist.all_reduce(local)
-    out = ring_attention(block, block, block)  # HERE
+    out = ring_attention(block, block, block, first_leaves=faulty)  # HERE
     dist.all_reduce(out)
 
 
@@ -223,9 +223,9 @@ def store_of_all() -> dist.Store:
 
 
 @planted(3)
-def test_a_teacher_that_publishes_only_what_is_better(group):
+def test_a_teacher_that_publishes_only_what_is_better(group, faulty):
     best = 0.0
-    for number, score in enumerate([0.2, 0.4, 0.3]):
+    for number, score in enumerate([0.2, 0.4, 0.3 if faulty else 0.5]):
         if group.rank:
             store_of_all().wait([f"teacher/{number}"])
         elif score > best:
@@ -259,14 +259,14 @@ def test_a_reader_of_keys_leaves_the_reduction_out(group, culprit):
             dist.all_reduce(torch.ones(1))  # HERE
 
 
-@planted(2)
-def test_the_other_leads_for_the_first_time_and_sets_nothing(group):
+@planted(2, rank=1)
+def test_the_other_leads_for_the_first_time_and_sets_nothing(group, culprit):
     """Only the rank that waits has set such a key, when it led; there is no third one."""
     store = dist.PrefixStore("lead", dist.distributed_c10d._get_default_store())
     for step in range(5):
         if step % 2 != group.rank:
             store.wait([f"round/{step}"], timedelta(minutes=20))  # HERE
-        elif step != 1:
+        elif (group.rank, step) != (culprit, 1):
             store.set(f"round/{step}", "1")  # HERE
         dist.all_reduce(torch.ones(1))
 
@@ -313,11 +313,11 @@ def test_store_barrier_no_shard(tmp_path, culprit):
     dist.barrier()
 
 
-@planted(2)
-def test_two_forwards_a_step_and_fewer_steps(group):
+@planted(2, rank=1)
+def test_two_forwards_a_step_and_fewer_steps(group, culprit):
     """Every other forward has no backward of its own: that is this program's habit."""
     model = nn.Linear(5, 2)
-    for _ in range(7 - group.rank):
+    for _ in range(6 if group.rank == culprit else 7):
         guess = model(torch.randn(4, 5)).softmax(-1)
         (model(torch.randn(4, 5)).square().mean() - guess.log().mean()).backward()
         for parameter in model.parameters():
@@ -360,10 +360,10 @@ def test_a_mean_is_reduced_within_a_join(group, culprit):
             dist.all_reduce(loss.detach().clone())  # HERE
 
 
-@planted(2)
-def test_fewer_batches_and_nothing_after(ddp: fixtures.DDP) -> None:
+@planted(2, rank=0)
+def test_fewer_batches_and_nothing_after(ddp: fixtures.DDP, culprit: int) -> None:
     model = ddp.wrap(net())
-    for step in range(4 + 2 * ddp.rank):
+    for step in range(4 if ddp.rank == culprit else 6):
         loss_of(model, batch(ddp.rank, step)).backward()
 
 
@@ -378,11 +378,11 @@ def validate(model: nn.Module) -> None:
     dist.all_reduce(loss)
 
 
-@planted(2)
-def test_a_validation_follows_fewer_batches(group):
+@planted(2, rank=0)
+def test_a_validation_follows_fewer_batches(group, culprit):
     """gloo aborts the rank with the smaller buffer, which leaves no counters: the loader that ran out shows which rank is ahead."""
     model = DDP(nn.Linear(6, 3))
-    loader = DataLoader(torch.randn(64 + 16 * group.rank, 6), batch_size=8)
+    loader = DataLoader(torch.randn(64 if group.rank == culprit else 80, 6), batch_size=8)
     for _ in range(2):
         train_on(loader, model)
         validate(model.module)
@@ -408,11 +408,12 @@ def train_step(parts):
 
 
 @planted(4)
-def test_a_stream_of_fewer_files_ends_sooner(group):
+def test_a_stream_of_fewer_files_ends_sooner(group, faulty):
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    files = range(11 if faulty else 12)
     for _epoch in range(2):
-        for _x in range(4 * len(range(11)[group.rank :: group.world_size])):  # HERE
+        for _x in range(4 * len(files[group.rank :: group.world_size])):  # HERE
             model(torch.randn(2, 8)).sum().backward()
             train_step(list(model.parameters()))
             optimizer.step()

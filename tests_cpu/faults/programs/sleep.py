@@ -25,21 +25,22 @@ def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted(2)
-def test_polls_for_a_file(group: Group) -> None:
+@planted(2, rank=1)
+def test_polls_for_a_file(group: Group, culprit: int) -> None:
     def fault() -> None:
         while not Path("/no/such/file").exists():
             time.sleep(0.1)
 
-    at(group, 1, fault)
+    at(group, culprit, fault)
 
 
 @planted(3)
-def test_two_causes_at_once(group: Group) -> None:
+def test_two_causes_at_once(group: Group, faulty: bool) -> None:
     lock = threading.Lock()
-    lock.acquire()
+    if faulty:
+        lock.acquire()
     if group.rank == 1:
-        time.sleep(1000)
+        time.sleep(1000 if faulty else 0)
     if group.rank == 2:
         lock.acquire()
     dist.all_reduce(torch.ones(1))
@@ -60,14 +61,14 @@ def with_backoff(call, first=0.5, factor=2.0):
             delay *= factor
 
 
-@planted(7)
-def test_backoff_outlives_barrier(tmp_path):
+@planted(7, rank=6)
+def test_backoff_outlives_barrier(tmp_path, culprit):
     """Rank 6 sleeps ever longer in a retry loop for a vocabulary file with a misspelt name; the monitored barrier of the others gives up and raises."""
     rank, _ = ranks()
     if rank == 0:
         (tmp_path / "vocab_0.txt").write_text("a b c")
     dist.barrier()
-    name = "vocab_0.txt" if rank < 6 else "vocab_O.txt"
+    name = "vocab_0.txt" if rank != culprit else "vocab_O.txt"
     for step in range(3):
         x = torch.ones(4)
         dist.all_reduce(x)

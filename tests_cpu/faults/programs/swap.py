@@ -24,32 +24,37 @@ def test_groups_by_the_order_of_a_set(group, culprit):
 
 
 @planted(3)
-def test_neighbours_make_groups_in_a_circle(group):
-    for other in ((group.rank + 1) % 3, (group.rank - 1) % 3):
-        pair = dist.new_group(sorted((group.rank, other)), use_local_synchronization=True)  # HERE
-        dist.all_reduce(torch.ones(1), group=pair)
+def test_neighbours_make_groups_in_a_circle(group, faulty):
+    own = [sorted((group.rank, other)) for other in ((group.rank + 1) % 3, (group.rank - 1) % 3)]
+    for members in own if faulty else [[0, 1], [0, 2], [1, 2]]:
+        pair = dist.new_group(members, use_local_synchronization=faulty)  # HERE
+        if group.rank in members:
+            dist.all_reduce(torch.ones(1), group=pair)
 
 
-@planted(2)
-def test_two_groups_in_opposite_order(group: Group) -> None:
+@planted(2, rank=0)
+def test_two_groups_in_opposite_order(group: Group, culprit: int) -> None:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    for chosen in (first, second) if group.rank else (second, first):
+    for chosen in (second, first) if group.rank == culprit else (first, second):
         dist.all_reduce(torch.ones(1), group=chosen)
 
 
-@planted(2)
-def test_collectives_in_gradient_hooks_in_another_order(group: Group) -> None:
+@planted(2, rank=0)
+def test_collectives_in_gradient_hooks_in_another_order(group: Group, culprit: int) -> None:
     first, second = torch.ones(3, requires_grad=True), torch.ones(5, requires_grad=True)
     for x in (first, second):
         x.register_hook(lambda gradient: dist.all_reduce(gradient))
-    total = first.sum() + second.sum() if group.rank else second.sum() + first.sum()
+    total = second.sum() + first.sum() if group.rank == culprit else first.sum() + second.sum()
     total.backward()
 
 
 @planted(4)
-def test_two_of_four_receive_from_each_other(group: Group) -> None:
+def test_two_of_four_receive_from_each_other(group: Group, faulty: bool) -> None:
     if group.rank in (1, 2):
+        works = [] if faulty else [dist.isend(torch.ones(2), 3 - group.rank)]
         dist.recv(torch.ones(2), 3 - group.rank)
+        for work in works:
+            work.wait()
     dist.barrier()
 
 

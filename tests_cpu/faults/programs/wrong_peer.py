@@ -9,9 +9,9 @@ from tests_cpu.faults.planting import planted
 
 
 @planted(4)
-def test_a_chain_whose_links_are_of_two_groups(group):
+def test_a_chain_whose_links_are_of_two_groups(group, faulty):
     links = [dist.new_group(list(range(4))) for _ in range(2)]
-    takes, gives = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}[group.rank]
+    takes, gives = {0: (0, 0), 1: (0, 1), 2: (1, 0 if faulty else 1), 3: (1, 1)}[group.rank]
     for part in range(3):
         x = torch.full((8,), float(part))
         if group.rank > 0:
@@ -22,7 +22,7 @@ def test_a_chain_whose_links_are_of_two_groups(group):
 
 
 @planted(4)
-def test_a_rank_of_a_group_for_a_rank_of_all(group):
+def test_a_rank_of_a_group_for_a_rank_of_all(group, faulty):
     """Two pipelines of two: the last of the second takes its own group's number for the first of the first."""
     pipes = [[0, 2], [1, 3]]
     mine = next(pipe for pipe in pipes if group.rank in pipe)
@@ -30,5 +30,6 @@ def test_a_rank_of_a_group_for_a_rank_of_all(group):
         if group.rank == mine[0]:
             dist.send(torch.ones(4), mine[1])
         else:
-            dist.recv(torch.empty(4), mine.index(group.rank) - 1)  # HERE
+            before = mine.index(group.rank) - 1
+            dist.recv(torch.empty(4), before if faulty else mine[before])  # HERE
     dist.all_reduce(torch.ones(1))
