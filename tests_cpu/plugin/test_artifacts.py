@@ -67,7 +67,6 @@ def limit():
     return math.inf
 
 @check_divergence
-@world_size(2)
 def test_a(ddp, limit, record_property):
     assert limit == math.inf
     record_property("loss", math.nan)
@@ -95,7 +94,6 @@ def test_a_run_leaves_what_the_plan_names(pytester: pytest.Pytester) -> None:
     source = """
 @scenario("one")
 @trace_kinds("grads", "ddp_buckets")
-@world_size(2)
 def test_a(ddp, trace):
     model = ddp.wrap(torch.nn.Linear(2, 2))
     with trace(model):
@@ -112,7 +110,6 @@ def test_b(group, trace):
 
 @scenario("three")
 @pytest.mark.xfail
-@world_size(2)
 def test_c(group): assert group.rank == 2
 """
     result = run_example(pytester, source, "--ranks-artifacts", "evidence")
@@ -143,7 +140,6 @@ def test_no_control_character_and_no_markup_of_a_test_s_reaches_the_reports(
         pytester,
         f"""
 @pytest.mark.parametrize("x", ["{hostile}"], ids=["<b>a|b</b>"])
-@world_size(2)
 def test_it(group, x):
     print(x)
     raise ValueError(x)
@@ -220,7 +216,6 @@ def test_what_c_has_printed_is_kept_when_the_rank_is_killed(
     source = """
 import ctypes
 
-@world_size(2)
 def test_killed(group):
     if group.rank == 1:
         ctypes.CDLL(None).printf(b"NCCL INFO from C\\n")
@@ -266,7 +261,6 @@ SOURCE = (
     + """
 import errno, pathlib
 
-@world_size(2)
 def test_pass(group): dist.barrier()
 
 def test_fill():
@@ -276,10 +270,8 @@ def test_fill():
                 while True:
                     file.write(bytes(1 << 16))
 
-@world_size(2)
 def test_after(group): dist.barrier()
 
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_fail(group):
     assert group.rank == 0, "rank 1 is wrong"

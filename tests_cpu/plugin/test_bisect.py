@@ -28,7 +28,6 @@ def test_two_layers(group, gc_range):
     assert not {3, 8} & set(range(gc_range.start, gc_range.end))
 
 @gc_range("0:12")
-@world_size(2)
 def test_no_layer(group, gc_range):
     if group.rank == 1:
         os.kill(os.getpid(), 9)
@@ -50,7 +49,6 @@ def test_together(group, gc_range):
 def test_branches(group, branch):
     assert branch not in (None, "sel")
 
-@world_size(2)
 @pytest.mark.parametrize("rate", [0.5])
 @pytest.mark.parametrize("name", ["a"])
 def test_rate(group, rate, name):
@@ -105,13 +103,11 @@ def test_what_names_no_value_is_refused(given: str, pytester: pytest.Pytester) -
 TRAPPED = """
 import os
 
-@world_size(2)
 @rank_env(KIND="b", SET_BY_MARK="1")
 def test_needs_two(group):
     assert os.environ["SET_BY_MARK"] == "1"
     assert os.environ.get("FIRST") == "1" and os.environ.get("THIRD") == "x"
 
-@world_size(2)
 def test_needs_one(group):
     if os.environ.get("SECOND") != "1" and group.rank == 1:
         os.kill(os.getpid(), 9)
@@ -219,7 +215,6 @@ def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pyteste
 def test_a_failure_that_does_not_come_again_stays_one(pytester: pytest.Pytester) -> None:
     source = """
         import os
-        @world_size(2)
         def test_it(group):
             was = os.path.exists("was_here")
             dist.barrier()
@@ -250,7 +245,6 @@ def test_a_test_that_must_run_once_does(mark: str, options: tuple[str, ...], pyt
 def test_five_tests_of_a_session_run_again(pytester: pytest.Pytester) -> None:
     source = """
         @pytest.mark.parametrize("number", range(6))
-        @world_size(2)
         def test_it(group, number):
             if group.rank:
                 raise RuntimeError(number)
@@ -261,7 +255,6 @@ def test_five_tests_of_a_session_run_again(pytester: pytest.Pytester) -> None:
 
 def test_tests_that_fail_alike_on_all_ranks_do_not_run_again(pytester: pytest.Pytester) -> None:
     source = """
-        @world_size(2)
         def test_it(group):
             assert group.world_size == 3
     """
@@ -301,7 +294,6 @@ def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -
     source = """
         from pytest_nsa import check_divergence
         @check_divergence
-        @world_size(2)
         def test_it(ddp):
             model = ddp.wrap(torch.nn.Linear(4, 2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

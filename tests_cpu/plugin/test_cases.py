@@ -77,7 +77,6 @@ def test_makes_its_own():
     assert value.item() == 2
     dist.destroy_process_group()
 
-@world_size(2)
 def test_makes_another(group):
     dist.destroy_process_group()
     dist.init_process_group("gloo")

@@ -16,14 +16,12 @@ from pytest_nsa.testing import HEADER, run_folder
 
 # Steps that wait for a clock, so that they take as long on a busy machine; LOST and OTHER plant the changes.
 SOURCE = """
-@world_size(2)
 def test_steady(ddp):
     model = ddp.wrap(torch.nn.Linear(4, 4))
     for _ in range(14):
         model(torch.ones(2, 4)).sum().backward()
         time.sleep(0.05)
 
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_fails(ddp):
     model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
@@ -31,14 +29,12 @@ def test_fails(ddp):
     layer.weight.register_hook(lambda grad: threading.Event().wait() if ddp.rank else None)
     model(torch.ones(2, 4)).sum().backward()
 
-@world_size(2)
 def test_cause(group):
     if group.rank == 1:
         if os.environ.get("OTHER"): os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("the usual")
     dist.barrier()
 
-@world_size(2)
 def test_records(group, record_property): record_property("accuracy", 0.5)
 """
 
@@ -150,10 +146,8 @@ def test_what_counts_as_worse() -> None:
 
 
 HEAVY = """
-@world_size(2)
 def test_first(ddp): ddp.wrap(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
 
-@world_size(2)
 @pytest.mark.parametrize("repeat", range(2))
 def test_memory(group, repeat):
     held = bytearray((40 + int(os.environ.get("MORE", "0"))) << 20)

@@ -25,7 +25,6 @@ def test_broken_fixture(broken_on_one): pass
 @world_size(2)
 def test_missing_fixture(nowhere): pass
 
-@world_size(2)
 @pytest.mark.parametrize("n", [1])
 def test_fails(group, n):
     assert group.rank == 0  # THERE
@@ -34,11 +33,9 @@ def test_fails(group, n):
 def test_skips():
     pytest.skip("not here")  # SKIP
 
-@world_size(2)
 def test_lacks(group):
     pytest.importorskip("nothing_of_the_kind")  # LACK
 
-@world_size(2)
 def test_known(group):
     pytest.xfail("issue 12")  # KNOWN
 """
@@ -104,7 +101,6 @@ def test_a_failure_is_listed_once(pytester: pytest.Pytester) -> None:
 
 def test_what_ranks_record_is_in_the_junit_file_under_their_rank(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_records(group, record_property, record_testsuite_property, request):
     record_property("loss", 0.5)
     record_property("memory", 100 + group.rank)
@@ -137,10 +133,8 @@ def pytest_runtest_makereport(item, call):
 """
     pytester.makepyfile(checks=checks)
     source = """
-@world_size(2)
 def test_leaks(group): group.barrier()
 
-@world_size(2)
 @pytest.mark.xfail(strict=True)
 def test_passes_against_expectation(group): group.barrier()
 """
@@ -155,7 +149,6 @@ def test_passes_against_expectation(group): group.barrier()
 @pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest before 9 has no subtests")
 def test_each_subtest_is_at_its_line_and_has_its_description(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_parts(group, subtests):
     for i in range(3):
         with subtests.test(msg="part", i=i):
@@ -173,7 +166,6 @@ def test_parts(group, subtests):
 
 def test_pytest_exit_in_a_rank_ends_the_session(pytester: pytest.Pytester) -> None:
     source = """
-    @world_size(2)
     def test_exits(group):
         if group.rank == 1:
             pytest.exit("no data", returncode=7)
@@ -214,12 +206,10 @@ def test_exceptions_that_cannot_be_inherited_or_shown_have_their_verdict(pyteste
         lambda: subprocess.CalledProcessError(1, "make"), lambda: Frozen(3), lambda: Final("x"), lambda: WithReport("x"), asks
     ]
 
-    @world_size(2)
     @pytest.mark.parametrize("number", range(5))
     def test_raises(group, number):
         raise MAKERS[number]()
 
-    @world_size(2)
     @pytest.mark.xfail(raises=subprocess.CalledProcessError)
     def test_of_a_type(group):
         raise subprocess.CalledProcessError(1, "make")
@@ -245,7 +235,6 @@ def test_skips(group):
             mean(torch.ones(5))
     dist.barrier()
 
-@world_size(2)
 def test_asserts(group):
     assert group.rank > 5
 """

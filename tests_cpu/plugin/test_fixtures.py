@@ -40,7 +40,6 @@ def mean_gradients(num_ranks: int) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@world_size(2)
 def test_ddp_averages_gradients(ddp: DDP) -> None:
     model = ddp.wrap(Net())
     assert isinstance(model, DistributedDataParallel)
@@ -87,7 +86,6 @@ def test_kept_gradients_change_no_bit_either(ddp: DDP, view: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(watched, plain, strict=True))
 
 
-@world_size(2)
 def test_a_hook_of_the_users_takes_the_place_of_ours(ddp: DDP) -> None:
     model = ddp.wrap(Net())
     model(batch(ddp.rank)).sum().backward()
@@ -110,14 +108,12 @@ def test_a_hook_of_the_users_takes_the_place_of_ours(ddp: DDP) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@world_size(2)
 @static_graph
 def test_static_graph_reaches_ddp(ddp: DDP) -> None:
     model = ddp.wrap(Net())
     assert model.static_graph is True
 
 
-@world_size(2)
 @pytest.mark.parametrize("version", [1, 2])
 def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
     if version == 2 and not hasattr(torch.cpu.Stream, "record_event"):
@@ -134,7 +130,6 @@ def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
     torch.testing.assert_close(total, sum(g.square().sum() for g in mean_gradients(2)))
 
 
-@world_size(2)
 @trace_kinds("grads")
 def test_fsdp1_has_no_gradients_to_count(fsdp: FSDP, trace: Trace, caplog: pytest.LogCaptureFixture) -> None:
     model = fsdp.wrap(Net(), version=1)
@@ -146,7 +141,6 @@ def test_fsdp1_has_no_gradients_to_count(fsdp: FSDP, trace: Trace, caplog: pytes
         trace.missing_gradients()
 
 
-@world_size(2)
 @trace_kinds("grads", "module_bwd", "ddp_buckets")
 def test_trace_records_a_step(ddp: DDP, trace: Trace) -> None:
     model = ddp.wrap(Net())
@@ -168,7 +162,6 @@ def test_trace_names_what_is_missing(group: Group, trace: Trace) -> None:
         trace.modules_not_reached()
 
 
-@world_size(2)
 @branch("cmp", "sel", "win")
 @gc_range("0:6")
 def test_branch_and_range_are_the_marks(group: Group, branch: str, gc_range: LayerRange) -> None:

@@ -11,11 +11,9 @@ from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_folder
 
 SOURCE = """
 @scenario("warm_up", reads_as="the link <between> nodes")
-@world_size(2)
 def test_fails(group):
     assert group.rank == 0
 
-@world_size(2)
 def test_passes(group):
     pass
 """
@@ -76,7 +74,6 @@ class Own(torch.nn.Linear):
         return self
 
 @scenario("licence")
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_licence_goes(group, artifacts):
     if group.rank == 1:
@@ -84,11 +81,9 @@ def test_licence_goes(group, artifacts):
         time.sleep(1000)
     dist.barrier()
 
-@world_size(2)
 def test_its_variables(group):
     assert os.environ["SMALL_TRANSFORMER_CACHE"].endswith(f"cache-of-rank-{group.rank}")
 
-@world_size(2)
 def test_wraps_itself(ddp, fsdp):
     assert ddp.wrap(Own(2, 2)).wrapped_for == "ddp"
     assert fsdp.wrap(Own(2, 2)).wrapped_for == "fsdp"
@@ -99,7 +94,6 @@ def test_wraps_itself(ddp, fsdp):
 def test_of_no_scenario(): pass
 
 @fails_as("licence_lost")
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_foreseen(group, artifacts):
     if group.rank == 0:
@@ -178,7 +172,6 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
         """
     )
     source = """
-    @world_size(2)
     def test_variables(group): pass
     """
     result = run_example(pytester, source)
@@ -193,7 +186,6 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
 def test_the_limit_does_not_count_the_start(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("import time\ndef pytest_nsa_environment(config, rank, world_size): time.sleep(4.5)")
     source = """
-    @world_size(2)
     @pytest.mark.timeout(8)
     def test_after_a_slow_start(group): time.sleep(4.5)
     """

@@ -171,14 +171,12 @@ def test_a_class_keeps_its_gpus_while_it_keeps_its_ranks(pytester: pytest.Pytest
 class TestShared:
     @pytest.mark.parametrize("n", [0, 1, pytest.param(2, marks=pytest.mark.skip)])
     @gpu(count=1)
-    @world_size(2)
     def test_it(self, group, n, artifacts):
         (artifacts / "pid").write_text(str(os.getpid()))
         note(artifacts, group, 0)
 
 @gpu(count=4)
 @cores(1)
-@world_size(2)
 def test_all(group):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert len(os.sched_getaffinity(0)) == 1

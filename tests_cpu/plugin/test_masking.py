@@ -36,13 +36,11 @@ import subprocess, warnings
 def connect(key, url):
     raise ConnectionError(f"cannot reach {url} with key={key} Authorization: Bearer AAAABBBBCCCCDDDD1111 and AKIAABCDEFGHIJKLMNOP")
 
-@world_size(2)
 def test_raises(group):
     print("printing sk-PRINTEDPRINTEDPRINTED00 password=hunter2print")
     connect(key="sk-LITERALLITERALLITERAL99", url="https://user:pw_in_url@host/x?token=urltoken55")
 
 @pytest.mark.timeout(8)
-@world_size(2)
 def test_hangs(group):
     key = group.rank  # a name, and no secret
     if key == 0:
@@ -50,7 +48,6 @@ def test_hangs(group):
     time.sleep(60) if "hf_SOURCELINESOURCELINE1234" != dict(password="literalpw71") else None
 
 @pytest.mark.timeout(8)
-@world_size(2)
 def test_waits_for_a_child(group):
     warnings.warn("warned token=warntoken88")
     left = threading.Thread(target=lambda: time.sleep(60), name="hf_THREADTHREADTHREAD12", daemon=True)
@@ -58,7 +55,6 @@ def test_waits_for_a_child(group):
     secrets = ["--token", "argvtoken66", "--password=argvpw67", "https://u:pwargv68@h/"]
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *secrets]).wait()
 
-@world_size(2)
 def test_leaves_a_child(group):
     subprocess.Popen(["sleep", "60", "--token", "argvtoken66"])
     error = ValueError("bad")
@@ -66,7 +62,6 @@ def test_leaves_a_child(group):
     raise error
 
 @pytest.mark.timeout(8)
-@world_size(2)
 def test_waits_for_a_key(group, record_property):
     record_property("access_token", "property" + "token73")
     store = dist.distributed_c10d._get_default_store()
@@ -75,7 +70,6 @@ def test_waits_for_a_key(group, record_property):
         store.get("of/token=store" + "token74")
     dist.barrier()
 
-@world_size(2)
 @pytest.mark.parametrize("given", ["sk-PARAMPARAMPARAMPARAM44", "sk-PARAMPARAMPARAMPARAM45"])
 def test_given(group, given):
     assert given == 1

@@ -90,7 +90,6 @@ def test_a_tensor_is_copied(tmp_path):
 
 def test_without_processes(): assert "RANK" not in os.environ
 
-@world_size(2)
 def test_on_ranks(group): dist.barrier()
 """
 

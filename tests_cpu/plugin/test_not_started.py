@@ -15,11 +15,9 @@ from tests_cpu.warm import WarmPython
 
 SOURCE = """
 @scenario("first")
-@world_size(2)
 def test_a(group): pass
 
 @scenario("second")
-@world_size(2)
 def test_b(group): pass
 """
 BROKEN_IN_THE_CHILD = """
@@ -69,7 +67,6 @@ TWO_TESTS = """
 import pytest
 from pytest_nsa import world_size
 
-@world_size(2)
 def test_on_ranks(group): pass
 
 def test_else(): pass
@@ -138,7 +135,6 @@ SIX_TESTS = """
 import pytest
 from pytest_nsa import cores, world_size
 
-@world_size(2)
 def test_on_ranks(group): pass
 
 @cores(1)

@@ -31,7 +31,6 @@ def pytest_nsa_causes(config):
     return [(SKEW, skewed)]
 """
 MARKED = """
-@world_size(2)
 def test_it(group):
     if group.rank == 1:
         raise RuntimeError("clock differs by 3 s")

@@ -30,20 +30,17 @@ def test_one_of_many(group):
         if i == 2 and group.rank == 7:
             helper()
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_cycle(group):
     a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
     dist.all_reduce(torch.ones(1), group=a if group.rank else b)
 
-@world_size(2)
 def test_hostile(group):
     print("</script><b>out</b>")
     dist.barrier()
     assert group.rank == 0, "</script><script>document.title = 'owned'</script>"
 
 @pytest.mark.parametrize("n", range(3))
-@world_size(2)
 def test_passes(ddp, n, artifacts):
     ddp.wrap(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
 """

@@ -16,7 +16,6 @@ from pytest_nsa.wire.files import read_lines
 
 FIFO = "import subprocess; os.mkfifo('f'); subprocess.Popen('sleep 8; echo > f', shell=True); open('f').read()"
 STANDS = """
-@world_size(2)
 @pytest.mark.timeout({timeout})
 def test_stands(group):
     if group.rank == 1:
@@ -54,7 +53,6 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
 
 
 TRAINS = """
-@world_size(2)
 def test_skips(ddp):
     model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
     for step in range(4):
@@ -74,7 +72,7 @@ def test_the_report_draws_and_traces(
     assert result.verdicts["test_skips"].cause == "skipped_collective"
     step = (tmp_path / "step.md").read_text()
     assert "skipped_collective" in step
-    assert re.findall(r"\]\(([^)]*)\)", step) == ["https://github.com/me/repo/blob/abc/test_example.py#L12"], step
+    assert re.findall(r"\]\(([^)]*)\)", step) == ["https://github.com/me/repo/blob/abc/test_example.py#L11"], step
     assert result.run is not None
     page = (result.run / "report.html").read_text()
     assert page.count("rank 1 ◀") == 1

@@ -19,14 +19,12 @@ def debug(warm: WarmPython, pytester: pytest.Pytester, source: str, typed: str, 
 
 
 FAILS = """
-@world_size(2)
 @pytest.mark.timeout(10)
 def test_fails(group):
     secret = 40 + group.rank
     dist.barrier()
     assert group.rank != 1
 
-@world_size(2)
 def test_after(group): dist.barrier()
 """
 
@@ -53,7 +51,6 @@ def test_quitting_the_debugger_ends_the_session(warm: WarmPython, pytester: pyte
 
 
 BREAKS = """
-@world_size(2)
 @pytest.mark.timeout(6)
 def test_breaks(group):
     value = 70 + group.rank
@@ -99,7 +96,6 @@ def test_breakpoint_on_a_worker_is_refused_with_the_reason(pytester: pytest.Pyte
 def test_s_shows_each_rank_s_lines_as_they_come(warm: WarmPython, pytester: pytest.Pytester, tmp_path: Path) -> None:
     source = f"""
 from pathlib import Path
-@world_size(2)
 def test_it(group):
     print("hello from", group.rank)
     os.write(2, b"and not from Python\\n")
@@ -125,7 +121,6 @@ def test_it(group):
 
 def test_a_flood_of_output_is_cut_and_that_is_reported(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_floods(group):
     print("this is the head")
     if group.rank == 1:

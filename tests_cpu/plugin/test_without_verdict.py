@@ -14,7 +14,6 @@ from pytest_nsa.testing import ExampleResult, run_example
 from tests_cpu.strangers import NUMBER, needs_root, shared_folder
 
 PASSES = """
-@world_size(2)
 def test_passes(group): pass
 """
 
@@ -29,7 +28,6 @@ def sentence(result: ExampleResult) -> str:
 
 
 KILLS = """
-@world_size(2)
 def test_kills_its_host(group):
     if group.rank == 0:
         os.kill(int(open("host").read()), signal.SIGKILL)
@@ -72,7 +70,6 @@ def test_a_folder_that_cannot_be_read_leaves_its_failure_without_a_verdict(pytes
 
 
 OTHERS = """
-@world_size(2)
 @pytest.mark.xfail(strict=True)
 def test_passes_though_it_should_fail(group): pass
 

@@ -12,7 +12,6 @@ from pytest_nsa.testing import run_example
 
 SOURCE = """
 @pytest.mark.parametrize("n", range(6))
-@world_size(2)
 def test_many(group, n, artifacts):
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -36,13 +35,11 @@ def test_group_on_the_host(n, artifacts):
 def worker(): return os.environ["PYTEST_XDIST_WORKER"]
 
 class TestScope:
-    @world_size(2)
     def test_a(self, group): assert group.rank == 0
 
     @reuse
     class TestShared:
         @pytest.mark.parametrize("n", range(3))
-        @world_size(2)
         def test_b(self, group, n): dist.barrier()
 """
 
