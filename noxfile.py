@@ -6,8 +6,6 @@ marks, hooks, ranks, reports; and what is recorded of calls that C++ starts. `ma
 into benchmarks/results/matrix.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

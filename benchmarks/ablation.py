@@ -12,8 +12,6 @@ alone depend is replaced, all at once. Then the faults of the part are diagnosed
 exist without it. For the weights by themselves, no function is replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -9,8 +9,6 @@ compiler or the GPU refuses is passed over, and so is one with another result. W
 errors, as attention_gpu.py's --dry-run does.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

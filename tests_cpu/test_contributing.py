@@ -1,7 +1,5 @@
 """The steps of CONTRIBUTING.md work as written: they change a copy of the repository, and its tests run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The GPU suite on a machine without a GPU: its tests are listed, and skipped for one clear reason."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

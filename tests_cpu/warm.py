@@ -5,8 +5,6 @@ starts is such a fork, too. A run that must not find torch imported has a proces
 what is found by its environment or command line in /proc: a fork has those of the process that forks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

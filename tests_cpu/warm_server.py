@@ -1,7 +1,5 @@
 """The server of `tests_cpu.warm`: it imports torch, pytest and the plugin. Usage: warm_server.py FD"""
 
-from __future__ import annotations
-
 import _posixsubprocess
 import atexit
 import contextlib

@@ -1,7 +1,5 @@
 """Faults planted on a GPU: the verdicts on a kernel that does not end, a wild address, memory that is not there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The plan at production size, from the table that the CPU suite runs; ``--plan-ranks`` and ``--fault-rank`` as there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -8,8 +8,6 @@ over compressed blocks by one with the strides that both kinds of block share.
 Flat layouts (`rows`), bfloat16 or float16, a head dim that nothing pads; keys are TMA descriptors (`launch`).
 """
 
-from __future__ import annotations
-
 from strided_overlapped import (
     CONSUMERS,
     FIELDS,

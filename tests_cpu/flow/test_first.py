@@ -3,8 +3,6 @@
 Neither torch nor a process of a rank is needed: each rank of a program runs here, one after another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """The GPU benchmarks run to their end where there is no GPU: in Triton's interpreter, on a tiny shape."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

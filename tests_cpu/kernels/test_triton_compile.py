@@ -1,7 +1,5 @@
 """Every Triton kernel compiles for an A100 and an H100 where there is none, fits them, and needs what it needed before."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

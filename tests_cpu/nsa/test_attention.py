@@ -1,7 +1,5 @@
 """The three branches against loops over positions and heads that are written from the equations, in float64."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys

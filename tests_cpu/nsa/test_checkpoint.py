@@ -3,8 +3,6 @@
 More than 400 lines: one subject, with helpers that train and damage for all of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

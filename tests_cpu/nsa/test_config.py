@@ -1,7 +1,5 @@
 """Every wrong setting is one line that names the value and the right form."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

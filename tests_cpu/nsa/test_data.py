@@ -1,7 +1,5 @@
 """The real data path on small files of FineWeb-Edu's schema: order, packing, which rank gets what, resuming, and bad files."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

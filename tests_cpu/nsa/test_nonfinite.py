@@ -1,7 +1,5 @@
 """A loss or a gradient that is NaN or infinite ends the run on all ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

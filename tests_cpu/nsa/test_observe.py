@@ -1,7 +1,5 @@
 """The observer in programs that it must not disturb, while it counts their steps correctly."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

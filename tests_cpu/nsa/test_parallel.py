@@ -1,7 +1,5 @@
 """The same training with every parallelism: losses and gradients are those of one process, and a repetition has the same bits."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

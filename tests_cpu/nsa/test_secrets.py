@@ -1,7 +1,5 @@
 """Secrets are masked, by the name of a variable or option and by the form of a value; and nothing else is masked."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

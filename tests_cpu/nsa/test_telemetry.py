@@ -1,7 +1,5 @@
 """What a training leaves agrees with docs/artifacts.md, file by file and field by field."""
 
-from __future__ import annotations
-
 import csv
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Attention that torch's tensor parallelism has split by heads equals the whole layer, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh

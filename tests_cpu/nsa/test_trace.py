@@ -1,7 +1,5 @@
 """The tracers on a user's module: what they log, and what they leave on disk."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import random

@@ -1,7 +1,5 @@
 """``python -m nsa.train`` as a user runs it: the lines that it prints, its files, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which code is the user's: one rule on the rank and in a folder that it leaves, wherever packages are."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

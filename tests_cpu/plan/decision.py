@@ -1,7 +1,5 @@
 """Verdicts to decision: what rows that fail and pass show of the factors that a failure needs, in the words of the seeds' tree."""
 
-from __future__ import annotations
-
 import itertools
 import linecache
 from collections import Counter

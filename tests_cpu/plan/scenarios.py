@@ -1,7 +1,5 @@
 """The plan's scenarios as one table that the CPU and the GPU suite share; `running` runs one."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 ``--phases 1-5`` runs only these phases, ``--real-sizes`` all at production's size, ``--plan-ranks 4`` on four ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The processes that a run may leave behind."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

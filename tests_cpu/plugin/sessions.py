@@ -1,7 +1,5 @@
 """Sessions of pytest that a test starts, waits for and sends signals to, and that must leave no process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Folders and files of a run, also on a disk that is read-only, full or fills up, or with a limit on files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Further runs of a failed test: on other values or variables (a bisection), and a second one that names where its ranks parted."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

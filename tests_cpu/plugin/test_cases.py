@@ -1,7 +1,5 @@
 """Other people's kinds of tests on ranks: unittest.TestCase, groups that a test makes itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_nsa.testing import run_example

@@ -1,7 +1,5 @@
 """Runs beside each other: what was planted in the second is found, and between equal runs nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

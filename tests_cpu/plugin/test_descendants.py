@@ -3,8 +3,6 @@
 One that is healthy does not notice that its processes are followed, whatever it replaces or compares.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

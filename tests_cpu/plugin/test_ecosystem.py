@@ -1,7 +1,5 @@
 """pytest's own features and third-party plugins do in ranks what they do elsewhere; snapshots that ranks would make are refused."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from pathlib import Path

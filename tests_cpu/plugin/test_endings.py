@@ -2,8 +2,6 @@
 what was seen until then is on disk and `pytest-nsa diagnose` reports it; no process is left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

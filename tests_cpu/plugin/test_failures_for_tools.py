@@ -1,7 +1,5 @@
 """A failure on ranks for tools and pytest: its place, phase and text; its lines with labels, for GitHub too; pages of causes."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 

@@ -1,7 +1,5 @@
 """Real faults in tests on ranks: each is named in bounded time, nothing is left behind, and the next test passes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The rank fixtures on real groups: DDP, both FSDPs, traces; and the host's fixture ``launch``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks that a repository may implement, and how reports show their results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plugins that act on outcomes run on the host only, in every launch mode; fixtures of theirs work in ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """GPUs and cores are lent to one test at a time: between xdist workers, between runs, and after a holder's death."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Secrets that ranks print, raise, name, run and are given: in no file of a run, and in none of the plugin's own lines."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The adapters: suites that start their own processes run on ranks, without a change of their tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_nsa.testing import run_example

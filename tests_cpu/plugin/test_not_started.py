@@ -1,7 +1,5 @@
 """Runs that can start no ranks, by the machine, its torch, its system or a broken child; and a relative folder for evidence."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """One folder has one verdict, in whatever way it is asked for: also where a repository's own rule gives it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Generated tests on two ranks, against plain pytest on the body of each rank: the worst rank decides, marks apply to the whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

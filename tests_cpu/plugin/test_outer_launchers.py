@@ -3,8 +3,6 @@ no ranks of ours, each process runs them, nothing that fails is hidden, and a te
 native code.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

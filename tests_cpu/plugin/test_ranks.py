@@ -1,7 +1,5 @@
 """Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports. Tests without ranks have no overhead."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """report.html as its reader uses it: what is on top, what the pictures say, and, in a real browser, that its tools work."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What is read of ranks at a stall: children in /proc, dumps of stacks and for how long one is waited for, native frames of few."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

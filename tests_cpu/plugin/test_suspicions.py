@@ -1,7 +1,5 @@
 """What is announced while a test still runs, and when, and what a run leaves beside the verdict."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

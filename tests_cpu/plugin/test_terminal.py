@@ -1,7 +1,5 @@
 """What a user does at the terminal: -s, --pdb and breakpoint() reach the ranks; a flood of output is cut."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Variables that ranks, or a test, set: those of a rank's environment, of torch, and hash seeds of each rank's own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -2,8 +2,6 @@
 NSA_TRACE_DIR: which processes leave evidence, how their ends are known, and what costs no training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

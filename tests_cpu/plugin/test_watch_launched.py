@@ -1,7 +1,5 @@
 """``pytest-nsa watch`` on jobs that were started without our tracer: by dumps of torch's recorder, logs, and /proc."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

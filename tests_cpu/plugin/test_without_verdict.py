@@ -1,7 +1,5 @@
 """Failures that pytest counts and that have no verdict: the closing sentence of a run names them."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

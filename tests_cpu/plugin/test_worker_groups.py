@@ -1,7 +1,5 @@
 """Worker groups before and after their test: forked ahead, shared by a class, joined in one store; what ranks leave running."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks under xdist: every way to distribute, one zygote for all workers, groups that stay together."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -6,8 +6,6 @@
 `# options: ...` and `# slow` are those of the session.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
