@@ -206,7 +206,6 @@ def test_learnable_compression_is_trained() -> None:
     module(torch.randn(1, 64, 32, dtype=torch.float64)).square().sum().backward()
     for name, parameter in module.named_parameters():
         if name.startswith("compress"):
-            assert parameter.grad is not None
             assert parameter.grad.abs().max() > 0, name
 
 

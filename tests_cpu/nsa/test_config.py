@@ -134,7 +134,6 @@ def test_a_binary_file_is_refused() -> None:
 def test_a_data_path_is_relative_to_its_yaml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     path = load_config(TINY).data.path
-    assert path is not None
     assert Path(path).samefile(ROOT / "examples" / "data" / "kjv.parquet")
 
 

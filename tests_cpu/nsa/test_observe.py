@@ -101,7 +101,6 @@ def test_a_shared_model_is_copied_and_saved_as_without_us(session: TraceSession,
     model = DistributedDataParallel(nn.Linear(3, 1))
     step(model)
     torch.save(model.state_dict(), io.BytesIO())
-    assert model._nsa_bucket_hook is not None
     assert copy.deepcopy(model._nsa_bucket_hook) is None
 
 

@@ -182,7 +182,6 @@ def test_ranks_that_would_train_apart_are_refused(
 def test_a_folder_that_another_run_writes_to_is_refused(warm: WarmPython, tmp_path: Path, run: Run) -> None:
     command = ("-m", "nsa.train", "--config", TINY, "--out", str(tmp_path), "--steps")
     first = warm.popen(*command, "10000", cwd=ROOT, stdout=subprocess.PIPE)
-    assert first.stdout is not None
     assert next(line for line in first.stdout if "first batch" in line)
     code, _, errors = run("--out", str(tmp_path), "--steps", "1")
     first.kill()
@@ -267,8 +266,6 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, run:
 def test_output_that_nobody_reads_ends_the_training_in_one_line(tmp_path: Path, warm: WarmPython) -> None:
     command = ("-m", "nsa.train", "--config", TINY, "--steps", "2", "--out", str(tmp_path))
     with warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as training:
-        assert training.stdout is not None
-        assert training.stderr is not None
         training.stdout.close()
         errors = training.stderr.read()
     assert training.returncode == 130, errors

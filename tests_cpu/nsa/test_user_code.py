@@ -45,7 +45,6 @@ def test_a_framework_that_is_installed_as_editable_is_no_user_code() -> None:
     lines = (f'  File "{file}", line {line} in {function}' for file, line, function in places)
     dump = "\n".join(["Thread 0x1 (most recent call first):", *lines])
     (stack,) = parse_dump(dump, Origin(libraries=("/src/pytorch/torch/",)))
-    assert stack.user_frame is not None
     assert stack.user_frame.describe() == "/src/me.py:9 in g"
     (earlier,) = parse_dump(dump)  # a folder without this fact
     assert earlier.user_frame is earlier.frames[0]

@@ -143,7 +143,6 @@ def test_it(group, x):
     raise ValueError(x)
 """,
     )
-    assert result.run is not None
     summary, page = ((result.run / name).read_text() for name in ("SUMMARY.md", "report.html"))
     for text in (result.stdout, summary, page):
         assert "\x1b]0;" not in text.replace("\\x1b", "")
@@ -200,7 +199,6 @@ def test_git_ignores_only_a_folder_that_was_empty_and_no_other_user_reads_a_run(
     assert not (pytester.path / "mine" / ".gitignore").exists()
     assert (pytester.path / "mine" / "latest" / ".gitignore").read_text() == "*\n"
     result = run_example(pytester, source)
-    assert result.run is not None
     assert stat.S_IMODE(result.run.stat().st_mode) == 0o700
     assert (pytester.path / "artifacts" / ".gitignore").read_text() == "*\n"
 
@@ -238,7 +236,6 @@ def test_a(group, trace):
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1}
-    assert result.run is not None
     lines = (result.run / "parts" / "traces.log").read_text().splitlines()
     assert [line for line in lines if "[GRAD-TRACE]" in line or "MISSING" in line] == [
         "[GRAD-TRACE] after_backward_step1 arrived=2 missing=1",

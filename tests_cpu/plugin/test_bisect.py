@@ -138,7 +138,6 @@ def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -
     assert reasons["test_helpless"] == "fails with each of FIRST, SECOND, THIRD, FOURTH, and with all (6 runs)"
     assert reasons["test_comes_and_goes"].startswith("it passes when it is run again as it is")
     assert reasons["test_they_exclude_each_other"] == "passes with SECOND=1; not with all at once (6 runs)"
-    assert result.run is not None
     # What was tried is in no list.
     assert len({line["folder"] for line in read_lines(result.run / "verdicts.jsonl")}) == 5
     before = (result.run / "SUMMARY.md").read_text()
@@ -186,7 +185,6 @@ def get_line(result: ExampleResult, folder: Path) -> int:
 
 
 def second_runs(result: ExampleResult) -> list[Path]:
-    assert result.run is not None
     return sorted(result.run.glob("*/bisect-flow"))
 
 

@@ -350,7 +350,6 @@ def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
     assert "1 failed" in done.stdout
     assert alive(folder) == []
     failure = ET.parse(folder / "junit.xml").find(".//failure")
-    assert failure is not None
     assert failure.get("message", "").startswith("HANG: rank 1 of 2, skipped_collective")
     assert "from pytest-timeout" in (failure.text or ""), "what pytest-timeout says stays below the verdict"
     assert ET.parse(folder / "junit.xml").find(".//property[@name='nsa.verdict']") is not None
@@ -360,7 +359,6 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
     (folder / "raises.py").write_text(RAISES_SCRIPT.replace("beyond tolerance", "beyond tolerance token=urltoken55"))
     done = run(warm, folder, RAISES, "-o", "ranks_mask_output=true")
     failure = ET.parse(folder / "junit.xml").find(".//failure")
-    assert failure is not None
     assert failure.get("message", "").startswith("FAIL: rank 1 of 2, rank_exception"), done.stdout
     for text in ("beyond tolerance", f"raises.py:{get_line(RAISES_SCRIPT, 'HERE')}", "assert done.returncode == 0"):
         assert text in (failure.text or "")
@@ -424,7 +422,6 @@ def test_a_thread_that_keeps_a_session_from_ending_is_named_unless_it_computes(f
     (folder / "test_it.py").write_text(THREAD.replace("FAULT", fault))
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command(), cwd=folder, env=environment(), **output) as session:
-        assert session.stderr is not None
         line = next((line for line in session.stderr if "the session is over" in line), "")
         session.kill()
     assert line.rstrip().endswith(f"test_it.py:{get_line(THREAD, 'get')} in waits") == (fault == "waits")

@@ -110,7 +110,6 @@ def test_records(group, record_property, record_testsuite_property, request):
         result = run_example(pytester, source, "--junitxml=junit.xml", f"--ranks-launch={launch}")
         assert result.outcomes["passed"] == 1, result.stdout
         suite = ET.parse(pytester.path / "junit.xml").find("testsuite")
-        assert suite is not None
         of_the_suite = {p.get("name"): p.get("value") for p in suite.findall("properties/property")}
         assert of_the_suite == {"torch": "2", "device": "cpu:0", "rank1.device": "cpu:1"}
         of_the_test = {p.get("name"): p.get("value") for p in suite.findall("testcase/properties/property")}

@@ -29,7 +29,6 @@ def pytest_nsa_decide(verdicts):
     )
     result = run_example(pytester, SOURCE)
     assert "Our plan: ['warm_up']." in result.stdout
-    assert result.run is not None
     summary = (result.run / "SUMMARY.md").read_text()
     assert summary.startswith("Our plan: ['warm_up'].")
     assert "**Call the network team.**" in summary
@@ -121,7 +120,6 @@ def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
     assert any(f.text == "the seat of rank 1 went to another job" and f.file == "licence1.txt" for f in lost.evidence)
     assert "The licence server failed, so nothing is known of the model." in hooked.stdout
     assert "scenario('license'): the plan's table has licence, one_step, soak" in hooked.stdout
-    assert hooked.run is not None
     assert "Not run, of the plan's scenarios: one_step, soak." in (hooked.run / "SUMMARY.md").read_text()
 
 

@@ -83,7 +83,6 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: st
 
 
 def where(canaries: tuple[str, ...], result: ExampleResult) -> set[tuple[str, str]]:
-    assert result.run is not None
     files = [path for path in result.run.rglob("*") if path.is_file()]
     texts = {str(path.relative_to(result.run)): path.read_bytes().decode(errors="replace") for path in files}
     texts |= {f"the name {path.name}": path.name for path in result.run.rglob("*")}

@@ -96,7 +96,6 @@ def test_a_command_has_the_verdict_that_the_folder_records(
 
 
 def test_a_report_that_is_written_again_has_it(marked: ExampleResult, capsys: pytest.CaptureFixture[str]) -> None:
-    assert marked.run is not None
     (marked.run / "verdicts.jsonl").unlink()  # as of a session that was killed before it wrote its list
     (marked.run / "run.json").unlink()
     assert main(["report", str(marked.run)]) == 1

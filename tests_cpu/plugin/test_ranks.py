@@ -103,7 +103,6 @@ def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     cases = {c.get("name"): c for c in ElementTree.parse(pytester.path / "report.xml").iter("testcase")}
     properties = {p.get("name"): p.get("value") for p in cases["test_output"].iter("property")}
     assert properties["answer"] == "42"
-    assert properties["nsa.verdict"] is not None
     assert properties["nsa.verdict"].startswith("FAIL: rank 1 of 2, assertion")
 
 
@@ -118,7 +117,6 @@ def test_c(group): pass
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 3}
-    assert result.run is not None
     folders = {p.name for p in result.run.iterdir() if p.is_dir()}
     assert len(folders) == 2
     assert (result.run / "named" / "result.txt").read_text() == "PASS\n"
@@ -184,7 +182,6 @@ def test_b(group, made): assert made == group.rank
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert "the process that starts the ranks has ended" in result.verdicts["test_a"].reason
     no_process_is_left(pytester.path)
-    assert result.run is not None
     assert "test_a" in (result.run / "SUMMARY.md").read_text()
 
 

@@ -53,7 +53,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
 
 @pytest.fixture(scope="module")
 def page(run: ExampleResult) -> str:
-    assert run.run is not None
     return (run.run / "report.html").read_text(encoding="utf-8")
 
 
@@ -86,7 +85,6 @@ def test_all_stacks_are_one_tree(page: str) -> None:
 
 def test_the_hole_in_the_collectives_is_marked(page: str) -> None:
     table = re.search(r'<table class="calls">.*?</table>', article(page, "test_one_of_many"), re.S)
-    assert table is not None
     rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table[0], re.S)
     assert [name for name, _ in rows] == ["0-6, 8-11", "7"], "equal rows once"
     assert [cells.count('class="hole"') for _, cells in rows] == [0, 1]

@@ -41,7 +41,6 @@ def test_a_rank_that_wants_the_cpu_is_waited_for_and_one_that_is_stopped_is_not(
     monkeypatch.setattr(second_look, "STARVED_WAIT_S", 60.0)
     dump = tmp_path / "stacks.txt"
     with subprocess.Popen([sys.executable, "-c", LATE, dump], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         if stopped:
             rank.send_signal(signal.SIGSTOP)
@@ -58,7 +57,6 @@ def test_a_rank_that_has_no_handler_yet_is_not_waited_for(tmp_path: Path, monkey
     monkeypatch.setattr(second_look, "STARVED_WAIT_S", 1e6)
     code = "print('ready', flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         second_look.dump_stacks(
             {0: tmp_path / "stacks.txt"}, lambda _: None, lambda _: second_look.wants_to_dump(rank.pid)
@@ -79,7 +77,6 @@ def test_native_frames_are_read_of_a_few_ranks_and_of_none_that_waits_in_a_colle
     ranks.append(subprocess.Popen([sys.executable, "-c", works], stdout=subprocess.PIPE))
     try:
         pids = {number: rank.pid for number, rank in enumerate(ranks)}
-        assert ranks[6].stdout is not None
         assert ranks[6].stdout.read(1) == b"\n"
         while any(is_runnable(pids[rank]) for rank in range(6)):  # until they sleep
             assert ranks[6].poll() is None
@@ -177,9 +174,7 @@ def test_how_a_child_ended_that_was_not_waited_for(end: str, shown: str) -> None
         os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT)
         state = look_at(os.getpid())
         child.join()
-    assert state is not None
     assert shown in state.ended
     assert shown not in state.children
     after = look_at(os.getpid())
-    assert after is not None
     assert shown not in after.ended

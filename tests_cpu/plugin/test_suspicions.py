@@ -30,7 +30,6 @@ def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
     assert result.outcomes == {"passed": 1}
     assert "test_stands: io_stuck on rank 1 at test_example.py:" in result.stdout
     left = re.search(r"\(a suspicion; the test has (\d+) s left\)", result.stdout)
-    assert left is not None
     assert int(left[1]) < 60
 
 
@@ -71,7 +70,6 @@ def test_the_report_draws_and_traces(
     step = (tmp_path / "step.md").read_text()
     assert "skipped_collective" in step
     assert re.findall(r"\]\(([^)]*)\)", step) == ["https://github.com/me/repo/blob/abc/test_example.py#L11"], step
-    assert result.run is not None
     page = (result.run / "report.html").read_text()
     assert page.count("rank 1 ◀") == 1
     assert page.count(">rank 0<") + page.count("rank 0 ") >= 1

@@ -210,7 +210,6 @@ keep = []
 
 
 def _files(result: ExampleResult, name: str) -> list[Path]:
-    assert result.run is not None
     return list(result.run.glob(f"*/{name}"))
 
 
