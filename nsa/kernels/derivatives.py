@@ -30,9 +30,7 @@ def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
 
 
 def register(
-    call: Any,
-    backward: Callable[..., Any],
-    setup_context: Callable[[Any, Any, Any], None] | None = None,
+    call: Any, backward: Callable[..., Any], setup_context: Callable[[Any, Any, Any], None] | None = None
 ) -> None:
     """Give an `operator` its derivative: static methods of `torch.autograd.Function`.
 

@@ -218,10 +218,7 @@ class NSAAttention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cache: KVCache | None = None,
-        cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+        self, x: torch.Tensor, cache: KVCache | None = None, cu_seqlens: torch.Tensor | Sequence[int] | None = None
     ) -> torch.Tensor:
         """x [B, S, dim] -> [B, S, dim].
 

@@ -93,10 +93,7 @@ class NSATransformer(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        caches: Sequence[KVCache] | None = None,
-        targets: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, caches: Sequence[KVCache] | None = None, targets: torch.Tensor | None = None
     ) -> torch.Tensor:
         """With ``caches``, one per layer, tokens are those after what the caches have seen; for inference.
 

@@ -43,9 +43,7 @@ def relax(item: Any) -> None:
     hypothesis: Any = sys.modules["hypothesis"]
     test = _function(item)
     test._hypothesis_internal_use_settings = hypothesis.settings(
-        parent=test._hypothesis_internal_use_settings,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        parent=test._hypothesis_internal_use_settings, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
     )
 
 

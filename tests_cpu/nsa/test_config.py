@@ -77,10 +77,7 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model:\n  dim: wide\n", "model.dim: must be a whole number, got 'wide'"),
         ("model:\n  n_heads: 5\n", "model.n_heads=5: must be a multiple of n_kv_heads=2"),
         ("model:\n  compress_block: 20\n", "model.compress_block=20: must be a multiple of compress_stride=16"),
-        (
-            "train:\n  seq_len: 16\n",
-            "train.seq_len=16: shorter than one compression block (model.compress_block=32)",
-        ),
+        ("train:\n  seq_len: 16\n", "train.seq_len=16: shorter than one compression block (model.compress_block=32)"),
         ("train:\n  steps: 0\n", "train.steps: must be at least 1, got '0'"),
         ("train:\n  lr: 1\n  lr: 2\n", "the key 'lr' is there twice"),
         ("train: {}\ntrain:\n  lr: 1\n", "the key 'train' is there twice"),

@@ -97,10 +97,7 @@ def test_the_report_draws_the_curves(run: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (run / "report.html").read_text()
-    for title in (
-        "loss, nats a token, steps 1 to 12",
-        "mean gate, steps 1 to 10",
-    ):
+    for title in ("loss, nats a token, steps 1 to 12", "mean gate, steps 1 to 10"):
         assert f'aria-label="{title}' in page
     # Not of memory, of which there are two points: they would look like a trend.
     assert page.count("<polyline") == 1 + 3 + 2

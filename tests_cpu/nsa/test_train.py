@@ -117,10 +117,7 @@ def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: Warm
     )
     assert result.returncode == 0, result.stderr
     name = "blocks.4.attn.gate.fc2.weight"
-    of_rank_1 = [
-        "[rank 1] [GRAD-TRACE] after_backward_step1 arrived=194 missing=1",
-        f"[rank 1]   - MISSING: {name}",
-    ]
+    of_rank_1 = ["[rank 1] [GRAD-TRACE] after_backward_step1 arrived=194 missing=1", f"[rank 1]   - MISSING: {name}"]
     for text in (result.stdout, (tmp_path / "traces.log").read_text()):
         assert [line for line in text.splitlines() if line.startswith("[rank 1]")] == of_rank_1
         assert "[GRAD-TRACE] after_backward_step1 arrived=195 missing=0\n" in text

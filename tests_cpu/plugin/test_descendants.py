@@ -407,8 +407,7 @@ def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: P
 
 
 @pytest.mark.parametrize(
-    ("source", "fails"),
-    [(MANAGER, "true"), (AT_EXIT, "false"), slow(UPLOADS, "false", id="moves data")],
+    ("source", "fails"), [(MANAGER, "true"), (AT_EXIT, "false"), slow(UPLOADS, "false", id="moves data")]
 )
 def test_what_ends_at_exit_or_is_at_work_keeps_no_session_from_ending(folder: Path, source: str, fails: str) -> None:
     done = run_cold(folder, source, "-o", f"ranks_left_fails={fails}")

@@ -8,10 +8,7 @@ import pytest
 
 from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_example, start_pytest
 
-LAUNCHES = [
-    "auto",
-    *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("clean", "cold")),
-]
+LAUNCHES = ["auto", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("clean", "cold"))]
 ACTS = """
 import os
 from pathlib import Path

@@ -69,8 +69,7 @@ def test_a_rank_that_no_test_has_is_refused(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "seen", "total"),
-    [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--ranks-pdb-rank=1",), 71, 99)],
+    ("chosen", "seen", "total"), [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--ranks-pdb-rank=1",), 71, 99)]
 )
 def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
     warm: WarmPython, pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int

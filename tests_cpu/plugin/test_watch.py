@@ -205,8 +205,7 @@ def test_ranks_that_wait_for_each_other_are_asked_for_their_counters(folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"),
-    [("raises", "rank_exception"), pytest.param("dies", "rank_died", marks=pytest.mark.slow)],
+    ("fault", "cause"), [("raises", "rank_exception"), pytest.param("dies", "rank_died", marks=pytest.mark.slow)]
 )
 def test_what_ended_a_training_is_known_from_its_folder(
     run: Run, folder: Path, start: object, fault: str, cause: str

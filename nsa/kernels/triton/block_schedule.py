@@ -13,14 +13,7 @@ import triton
 from nsa.kernels import blocks
 from nsa.kernels.triton import importance, pick_blocks
 from nsa.kernels.triton.branches import Places, sequence_arguments
-from nsa.kernels.triton.launch import (
-    LOG2E,
-    can_describe,
-    descriptors,
-    launch,
-    meta,
-    rows_for,
-)
+from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, launch, meta, rows_for
 from nsa.kernels.triton.selection_schedule import LEAST_PAD, Selection
 from nsa.kernels.triton.sequences import Range, Sequences
 from nsa.kernels.triton.tiles import tile, widths

@@ -94,15 +94,7 @@ BYE_S = 5.0
 MAX_FILE = 4 << 20
 NEVER_S = 1e9
 _SHARED = ("passed", "xfailed", "skipped", "pytest_exit")  # of each rank's evidence
-_FILES = (
-    "events.jsonl",
-    "reports.jsonl",
-    "output.log",
-    "traces.log",
-    "stacks.txt",
-    "fatal.txt",
-    "board.bin",
-)
+_FILES = ("events.jsonl", "reports.jsonl", "output.log", "traces.log", "stacks.txt", "fatal.txt", "board.bin")
 
 
 class Attachment(Group):
