@@ -3,8 +3,6 @@
 `EXIT_CODES` has the exit codes.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -11,8 +11,6 @@ The marks are importable as plain decorators::
 Importing this imports neither torch nor anything that needs it.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Options and ini values as pytest declares them, and their values and the environment's, resolved once into `Settings`."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import os

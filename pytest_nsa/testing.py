@@ -5,8 +5,6 @@ def test_my_fixture(pytester):
     assert result.outcomes == {"passed": 1}
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The compression of keys and values by the mean over blocks (arXiv 2502.11089, Eq. 7), of sequences and of packs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

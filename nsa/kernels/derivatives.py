@@ -5,8 +5,6 @@ place: a kernel for the dispatch keys of autograd on a CPU, a GPU and the meta d
 for all devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

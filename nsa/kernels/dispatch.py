@@ -1,7 +1,5 @@
 """Which backend of the table (`backends`) serves an attention call: each choice explained and counted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV groups.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

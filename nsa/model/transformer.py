@@ -1,7 +1,5 @@
 """The transformer: embedding, pre-norm blocks of attention and MLP, final norm, head."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ A process with a number from its launcher (RANK) is a rank from its import of to
 plugin sets NSA_TRACE_JOBS, and each job has a folder (`job_folders`).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -5,8 +5,6 @@ A write is a store into mapped memory: no system call, no flush. The page surviv
 ``HEADER`` bytes are JSON with the offset and format of every field, so a reader needs no code of this package.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import mmap

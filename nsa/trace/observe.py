@@ -5,8 +5,6 @@ and the optimizer's own hooks. Not torch's global forward hooks: even an empty o
 as torch then leaves its fast path, and torch.compile warns about them.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

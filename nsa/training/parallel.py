@@ -1,7 +1,5 @@
 """How ranks share a model: the process group, DDP, FSDP, or gradients averaged by hand."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

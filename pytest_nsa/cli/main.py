@@ -4,8 +4,6 @@ writes the reports of a run that was cut off; `explain CAUSE` prints a cause's p
 Exit codes: 0 nothing failed, 1 something did, 2 no evidence there.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

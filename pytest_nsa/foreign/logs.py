@@ -3,8 +3,6 @@
 A log is read line by line, with or without the prefixes of torchrun, SLURM and Ray, time stamps and colours.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

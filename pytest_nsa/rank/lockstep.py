@@ -5,8 +5,6 @@ Here all ranks have one seed, nothing is replayed from a database, no deadline a
 the outcome through the group's store.
 """
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from functools import wraps

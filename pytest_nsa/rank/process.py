@@ -1,7 +1,5 @@
 """One rank's process: join the group, record evidence from the test's first moment, run the test, report that it is done."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

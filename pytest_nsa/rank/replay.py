@@ -1,7 +1,5 @@
 """What a rank runs: the collected item by pytest's own protocol, or a function for the fixture `launch`."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -4,8 +4,6 @@ A difference in time or memory counts if it exceeds the noise: the differences b
 it. A factor by which many tests are slower is attributed to the machine and divided out.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """report.html: one self-contained file. First the sentence, then the failures, then a table of all tests, folded."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

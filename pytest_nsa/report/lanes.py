@@ -2,8 +2,6 @@
 ranks a heat map), and the table of collectives: a row per rank, a column per number, a missing or differing call marked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

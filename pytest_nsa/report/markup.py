@@ -1,7 +1,5 @@
 """HTML and SVG with automatic escaping: only `tag` makes markup of text, so no text of a test can act on the page."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What a session writes for the whole run: env.json, lists over all tests, SUMMARY.md, report.html; and a test's traces.log."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """SUMMARY.md: one sentence on what is wrong, the table, the path through the plan's tree, the verdicts; and the tree as HTML."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import stat

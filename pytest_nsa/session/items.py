@@ -1,7 +1,5 @@
 """The ranked test: a `pytest.Function` whose body runs on ranks, so skip, xfail, junit and reruns work as for any test."""
 
-from __future__ import annotations
-
 import bdb
 import contextlib
 import functools

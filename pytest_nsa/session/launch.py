@@ -1,7 +1,5 @@
 """The fixture `launch`: run a function on ranks from outside, and read the verdict that a test gets back."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil

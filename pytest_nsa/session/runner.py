@@ -1,7 +1,5 @@
 """From a test to its verdict: make its job, lease what it needs, run its ranks, conclude, record."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import random

@@ -5,8 +5,6 @@ same tests (`ServeSession`), for one host or, under xdist, for all workers. It r
 starts from the same untouched state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Processes that this one, or a rank, has started, and theirs: found in /proc, identified by number and start time, and ended."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """What /proc reports of a process. Reading it disturbs no process; values that a sandbox hides are empty."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -3,8 +3,6 @@
 If ranks diverge, a difference in these may be the reason. Recorded only while a rank writes checksums.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

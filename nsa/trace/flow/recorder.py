@@ -4,8 +4,6 @@ From Python 3.12 on by `sys.monitoring`, which sees every thread; before by `sys
 No thread and no lock is used: a thread that waits for the recorder would hide a stall.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Record exceptions that end a test, or a thread of it: their text, where they were raised, and their causes."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections import Counter

@@ -1,7 +1,5 @@
 """Write torch's flight recorder when a rank is stalled. It needs the GIL."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

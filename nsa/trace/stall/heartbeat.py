@@ -1,7 +1,5 @@
 """A thread that beats: it shows that the interpreter runs, how late a beat is (the GIL), and the line of the main thread."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Threads that would keep their process from ending."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

@@ -1,7 +1,5 @@
 """Dump every thread's stack when a training run is stalled, even while C++ holds the GIL."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import threading

@@ -5,8 +5,6 @@ others send it what their rank leaves, and take over its verdict. They meet in t
 JSON and the bytes of evidence files.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

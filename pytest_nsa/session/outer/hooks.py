@@ -4,8 +4,6 @@ Tests without our ranks run in every process, as without the plugin. Rank 0's pr
 others (followers) receive its verdict. A failure of another test in a follower is printed at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

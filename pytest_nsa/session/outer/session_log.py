@@ -1,7 +1,5 @@
 """What pytest sessions of one launch write: each its log, as it happens, for the clock (`clock`), and all one JUnit file."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -4,8 +4,6 @@ interrupt has ended had time to do so, and find what keeps a session from ending
 ``os.environ`` of this process never has the variables: a test may compare it, and its threads may copy it at any moment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import itertools
