@@ -108,6 +108,12 @@ def began(pid: int) -> int:
     return int(fields[19]) if len(fields) > 19 else 0
 
 
+def is_alive(pid: int, since: int | None = None) -> bool:
+    """Return whether a process has not ended; with ``since``, whether it is the one that `began` then."""
+    fields = read_stat(pid)
+    return fields[:1] not in ([], ["Z"], ["X"]) and since in (None, int(fields[19]))
+
+
 def has_more_threads(pid: int, count: int) -> bool:
     """Return whether a process has more than ``count`` threads; False where the kernel does not show it."""
     fields = read_stat(pid)

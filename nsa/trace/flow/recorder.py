@@ -405,9 +405,6 @@ class _Monitoring:
             self._is_muted = False
             sys.monitoring.restart_events()  # type: ignore[attr-defined]
 
-    def _is_child(self) -> bool:
-        return os.getpid() != self.recorder._pid
-
     def _top(self, code: CodeType) -> Open | None:
         """Return the thread's innermost frame, if it is one of a code."""
         frames = self.recorder._thread.open
@@ -418,7 +415,7 @@ class _Monitoring:
         if recorder.is_in_import(sys._getframe(1)):
             return None
         known = recorder.find_code(code)
-        if known is None or self._is_child():
+        if known is None or os.getpid() != self.recorder._pid:  # a child's
             return self._disable
         if known.code not in self._lines:
             self._lines.add(code)
