@@ -7,7 +7,6 @@ what is found by its environment or command line in /proc: a fork has those of t
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -44,32 +43,12 @@ class WarmPython:
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
         """Run pytest as `pytest_nsa.testing.start_pytest` does."""
+        # hypothesis' plugin imports all of hypothesis at the end of every session, another second.
         uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
-        # hypothesis' plugin imports all of hypothesis at the end of every session, another second; anyio's, all of asyncio.
-        without = ["-p", "no:anyio", *([] if uses_hypothesis else ["-p", "no:hypothesispytest"])]
-        code, out, err = self.run_program("pytest", folder, [*without, *arguments], timeout)
-        return pytest.RunResult(code, out.splitlines(), err.splitlines(), 0)
-
-    def run_program(
-        self, program: str, folder: Path, arguments: Sequence[str], timeout: float, variables: Mapping[str, str] = {}
-    ) -> tuple[int, str, str]:
-        """Return exit code, output and errors of pytest or of a module's ``main``. Raise subprocess.TimeoutExpired."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            environment = {**os.environ, **variables}
-            pid = self.fork(
-                [out.fileno(), err.fileno()], environment, program=program, cwd=str(folder), arguments=list(arguments)
-            )
-            code = self.code_of(pid, timeout)
-            if code is None:
-                os.kill(pid, signal.SIGKILL)  # it is not reaped before its end was read
-                self.code_of(pid, 60)
-                raise subprocess.TimeoutExpired(program, timeout)
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
-        print(*texts, sep="\n")  # for the report of a test that fails
-        return code, texts[0], texts[1]
+        plugins = ["-p", "hypothesispytest"] if uses_hypothesis else []
+        done = self.call("-m", "pytest", *plugins, *arguments, cwd=folder, timeout=timeout)
+        print(done.stdout, done.stderr, sep="\n")  # for the report of a test that fails
+        return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
 
     def fork(self, fds: list[int], environment: Mapping[str, str], **request: Any) -> int:
         """Start a process with ``fds`` as output, errors and input; return its id. Raise RuntimeError where none starts."""
@@ -137,16 +116,22 @@ class WarmPython:
     def call(
         self, *arguments: str, typed: str | None = None, timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python ARGUMENTS`` as `subprocess.run` does, with ``typed`` as input; output and errors are kept by default."""
+        """Run ``python ARGUMENTS`` as `subprocess.run` does, with ``typed`` as input. By default output and errors go to files, as a
+        process that it leaves may hold them open.
+        """
         given = subprocess.DEVNULL if typed is None else subprocess.PIPE
-        options = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        with self.popen(*arguments, **options) as process:
-            try:
-                out, err = process.communicate(typed, timeout)
-            except BaseException:
-                process.kill()
-                raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as out,
+            tempfile.TemporaryFile("w+", errors="replace") as err,
+        ):
+            with self.popen(*arguments, **{"stdin": given, "stdout": out, "stderr": err, **options}) as process:
+                try:
+                    process.communicate(typed, timeout)
+                except BaseException:
+                    process.kill()
+                    raise
+            texts = [file.read() for file in (out, err) if file.seek(0) == 0]
+        return subprocess.CompletedProcess(process.args, process.returncode, *texts)
 
 
 class _Forked(subprocess.Popen[str]):

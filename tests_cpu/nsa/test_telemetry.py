@@ -3,6 +3,7 @@
 import csv
 import ctypes
 import json
+import os
 import re
 import shutil
 import signal
@@ -49,10 +50,21 @@ def schemas() -> dict[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    arguments = ["--config", str(TINY), "--steps", "12", "--save-every", "6", "--out", str(folder / "out")]
-    variables = {"NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush"}
-    code, _, errors = warm.run_program("nsa.train", folder, arguments, 100, variables)
-    assert code == 0, errors
+    command = (
+        "-m",
+        "nsa.train",
+        "--config",
+        str(TINY),
+        "--steps",
+        "12",
+        "--save-every",
+        "6",
+        "--out",
+        str(folder / "out"),
+    )
+    variables = {**os.environ, "NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush"}
+    done = warm.call(*command, cwd=folder, env=variables)
+    assert done.returncode == 0, done.stderr
     return folder / "out"
 
 

@@ -37,7 +37,9 @@ def run(warm: WarmPython) -> Run:
     """Return a function that runs the program in one process: exit code, output and errors."""
 
     def start(*arguments: str, **variables: str) -> tuple[int, str, str]:
-        return warm.run_program("nsa.train", ROOT, ["--config", TINY, *arguments], 150, variables)
+        environment = {**os.environ, **variables}
+        done = warm.call("-m", "nsa.train", "--config", TINY, *arguments, cwd=ROOT, env=environment, timeout=150)
+        return done.returncode, done.stdout, done.stderr
 
     return start
 
