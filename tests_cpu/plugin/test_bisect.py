@@ -227,40 +227,34 @@ def test_a_failure_that_does_not_come_again_stays_one(pytester: pytest.Pytester)
     assert result.outcomes == {"failed": 1}
 
 
+RAISES = """
+    @pytest.mark.parametrize("number", range(6))
+    def test_it(group, number):
+        if group.rank:
+            raise RuntimeError(number)
+        dist.barrier()
+"""
+ALIKE = "def test_it(group): assert group.world_size == 3"
+
+
 @pytest.mark.parametrize(
-    ("mark", "options"),
-    [("@rerun(False)", AGAIN), ("", ("--ranks-rerun", "off")), ("", (*AGAIN, "--pdb"))],
-    ids=["mark", "option", "pdb"],
+    ("source", "options", "runs"),
+    [
+        (PARTS.replace("@world_size(3)", "@world_size(3)\n    @rerun(False)"), AGAIN, 0),
+        (PARTS, ("--ranks-rerun", "off"), 0),
+        (PARTS, (*AGAIN, "--pdb"), 0),
+        (RAISES, AGAIN, 5),
+        (ALIKE, AGAIN, 0),
+    ],
+    ids=["mark", "option", "pdb", "the first five of a session", "alike on all ranks"],
 )
-def test_a_test_that_must_run_once_does(mark: str, options: tuple[str, ...], pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, PARTS.replace("@world_size(3)", f"@world_size(3)\n    {mark}"), *options)
-    assert result.verdicts["test_it"].outcome == "HANG"
-    assert second_runs(result) == []
+def test_how_many_tests_run_again(source: str, options: tuple[str, ...], runs: int, pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, source, *options)
+    assert all(verdict.failed for verdict in result.verdicts.values())
+    assert len(second_runs(result)) == runs
 
 
-def test_five_tests_of_a_session_run_again(pytester: pytest.Pytester) -> None:
-    source = """
-        @pytest.mark.parametrize("number", range(6))
-        def test_it(group, number):
-            if group.rank:
-                raise RuntimeError(number)
-            dist.barrier()
-    """
-    assert len(second_runs(run_example(pytester, source, *AGAIN))) == 5
-
-
-def test_tests_that_fail_alike_on_all_ranks_do_not_run_again(pytester: pytest.Pytester) -> None:
-    source = """
-        def test_it(group):
-            assert group.world_size == 3
-    """
-    assert second_runs(run_example(pytester, source, *AGAIN)) == []
-
-
-def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_otherwise(
-    pytester: pytest.Pytester,
-) -> None:
-    source = """
+DRIFTS = """
         @world_size(3)
         @check_divergence
         def test_it(ddp):
@@ -276,19 +270,8 @@ def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_oth
                     with torch.no_grad():
                         model.module.weight.mul_(scale)
                 optimizer.step()
-    """
-    result = run_example(pytester, source, *AGAIN)
-    verdict = result.verdicts["test_it"]
-    found = verdict.first_divergence
-    assert (verdict.cause, verdict.ranks) == ("silent_divergence", (1,))
-    line = get_line(result, pytester.path)
-    assert found["where"] in (f"test_example.py:{line} in test_it", f"test_example.py:{line - 1} in test_it")
-    assert sorted(found["outcomes"].values()) == [[0, 2], [1]]
-
-
-def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -> None:
-    source = """
-        from pytest_nsa import check_divergence
+"""
+LOADS = """
         @check_divergence
         def test_it(ddp):
             model = ddp.wrap(torch.nn.Linear(4, 2))
@@ -299,10 +282,20 @@ def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -
                 optimizer.zero_grad()
                 if step == 1 and ddp.rank == 0:  # HERE
                     model.module.load_state_dict({k: v / 2 for k, v in model.module.state_dict().items()})
-    """
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "above", "sides"), [(DRIFTS, (1,), (0, 1), [[0, 2], [1]]), (LOADS, (0, 1), (0,), [[0], [1]])]
+)
+def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_otherwise(
+    source: str, ranks: tuple[int, ...], above: tuple[int, ...], sides: list[list[int]], pytester: pytest.Pytester
+) -> None:
     result = run_example(pytester, source, *AGAIN)
     verdict = result.verdicts["test_it"]
+    assert (verdict.cause, verdict.ranks) == ("silent_divergence", ranks)
     line = get_line(result, pytester.path)
-    assert (verdict.cause, verdict.ranks) == ("silent_divergence", (0, 1))
-    assert verdict.first_divergence["where"] == f"test_example.py:{line} in test_it"
-    assert f"{line} | if step == 1 and ddp.rank == 0:" in result.stdout
+    found = verdict.first_divergence
+    assert found["where"] in [f"test_example.py:{line - n} in test_it" for n in above]
+    assert sorted(found["outcomes"].values()) == sides
+    assert f" | {found['statement']}" in result.stdout

@@ -33,34 +33,27 @@ while True: signal.pause()
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_rank_that_wants_the_cpu_is_waited_for_and_one_that_is_stopped_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+WITHOUT_HANDLER = "print('ready', flush=True)\nwhile True: pass"
+
+
+@pytest.mark.parametrize(
+    ("program", "stopped", "starved_s"),
+    [(LATE, False, 60.0), (LATE, True, 60.0), (WITHOUT_HANDLER, False, 1e6)],  # at work, before it could write a dump
+    ids=["wants the CPU", "stopped", "without a handler"],
+)
+def test_a_rank_that_wants_the_cpu_is_waited_for_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, stopped: bool, starved_s: float
 ) -> None:
     monkeypatch.setattr(second_look, "DUMP_WAIT_S", 0.3)
-    monkeypatch.setattr(second_look, "STARVED_WAIT_S", 60.0)
+    monkeypatch.setattr(second_look, "STARVED_WAIT_S", starved_s)  # so long that waiting would show
     dump = tmp_path / "stacks.txt"
-    with subprocess.Popen([sys.executable, "-c", LATE, dump], stdout=subprocess.PIPE, text=True) as rank:
+    with subprocess.Popen([sys.executable, "-c", program, dump], stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout.readline() == "ready\n"
         if stopped:
             rank.send_signal(signal.SIGSTOP)
-        second_look.dump_stacks(
-            {0: dump}, lambda _: rank.send_signal(DUMP_SIGNAL), lambda _: second_look.wants_to_dump(rank.pid)
-        )
-        assert dump.exists() != stopped
-        rank.kill()
-
-
-def test_a_rank_that_has_no_handler_yet_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is at work, before it could write a dump; the limit is so long that waiting for it would show."""
-    monkeypatch.setattr(second_look, "DUMP_WAIT_S", 0.1)
-    monkeypatch.setattr(second_look, "STARVED_WAIT_S", 1e6)
-    code = "print('ready', flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout.readline() == "ready\n"
-        second_look.dump_stacks(
-            {0: tmp_path / "stacks.txt"}, lambda _: None, lambda _: second_look.wants_to_dump(rank.pid)
-        )
+        send = rank.send_signal if program is LATE else lambda _: None
+        second_look.dump_stacks({0: dump}, lambda _: send(DUMP_SIGNAL), lambda _: second_look.wants_to_dump(rank.pid))
+        assert dump.exists() == (program is LATE and not stopped)
         rank.kill()
 
 
