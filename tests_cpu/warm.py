@@ -116,8 +116,9 @@ class WarmPython:
     def call(
         self, *arguments: str, typed: str | None = None, timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python ARGUMENTS`` as `subprocess.run` does, with ``typed`` as input. By default output and errors go to files, as a
-        process that it leaves may hold them open.
+        """Run ``python ARGUMENTS`` as `subprocess.run` does, with ``typed`` as input.
+
+        By default output and errors go to files, as a process that it leaves may hold them open.
         """
         given = subprocess.DEVNULL if typed is None else subprocess.PIPE
         with (

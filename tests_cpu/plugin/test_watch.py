@@ -309,16 +309,6 @@ def test_a_command_that_neither_reads_nor_ends_is_not_waited_for(capfd: pytest.C
         run.wait()
 
 
-def test_the_board_of_this_process_is_alive(tmp_path: Path) -> None:
-    (tmp_path / "rank0").mkdir()
-    board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
-    board.phase("body")
-    watcher = Watcher(tmp_path)
-    watcher.look()
-    assert watcher.to_json()["ranks"][0] | {"line": ""} == watcher.to_json()["ranks"][0]
-    assert watcher.to_json()["ranks"][0]["pid"] == os.getpid()
-
-
 def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
