@@ -84,7 +84,6 @@ WAYS: dict[str, list[tuple[str, int, bool, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("which", ["sample", pytest.param("rest", marks=pytest.mark.slow)])
-@world_size(2)
 @pytest.mark.timeout(170)
 def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: Path, which: str) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2)
@@ -108,7 +107,6 @@ SLOW_MODES = [
 
 
 @pytest.mark.parametrize("mode", SLOW_MODES)
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path, mode: str) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2)
@@ -129,7 +127,6 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
 
 
 @needs_fsdp2
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_the_files_of_fsdp_have_its_name_and_the_dtypes_that_it_computes_in(group: Group, artifacts: Path) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2)

@@ -61,7 +61,6 @@ SOURCE = """
 import syncing
 
 @pytest.mark.timeout(8)
-@world_size(2)
 def test_it(group):
     for step in range(3):
         dist.barrier()
