@@ -20,8 +20,7 @@ from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.system.procfs import list_children
 from pytest_nsa.testing import HEADER, read_result, run_example
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.leftovers import no_process_is_left
-from tests_cpu.plugin.sessions import start_session, wait_for
+from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
 from tests_cpu.warm import WarmPython
 
 TERM, HUP, QUIT, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.testing import ExampleResult
-from tests_cpu.plugin.leftovers import no_process_is_left
 from tests_cpu.plugin.programs import differences, run_program
+from tests_cpu.plugin.sessions import no_process_is_left
 
 
 @pytest.fixture(scope="module")

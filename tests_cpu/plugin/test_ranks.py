@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pytest_nsa.testing import run_example
-from tests_cpu.plugin.leftovers import no_process_is_left
+from tests_cpu.plugin.sessions import no_process_is_left
 
 EVERYDAY = """
 def test_pass(group, tmp_path, tmp_path_factory):

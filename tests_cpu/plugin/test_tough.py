@@ -10,9 +10,8 @@ import pytest
 from pytest_nsa.system import sockets
 from pytest_nsa.testing import HEADER, run_example, run_folder
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.leftovers import no_process_is_left
 from tests_cpu.plugin.programs import differences, read_program
-from tests_cpu.plugin.sessions import start_session, wait_for
+from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
 from tests_cpu.warm import WarmPython
 
 GOOD = """
