@@ -135,6 +135,7 @@ class StartedRanks:
         self.stacks = processes.ChildStacks(self.base)
         self.pid = os.getpid()
         self.item: pytest.Item | None = None
+        self._shown: tuple[list[str], list[jobs_of_test.Concluded]] | None = None  # in the test's next report
         self.has_any = False  # the test has started a process
         self.began = 0.0  # the test, in seconds since the epoch
         self._since, self._before = ticks_since_boot(), children()  # the same in ticks; the children that existed then
@@ -221,6 +222,7 @@ class StartedRanks:
     @_harmless
     def _begin(self, item: pytest.Item) -> None:
         self.item, self.has_any, self._is_ended, self._is_in_phase = item, False, False, False
+        self._shown = None
         self.began, self._since, self._before = wall_clock(), ticks_since_boot(), children()
         self._others = set(list_jobs(self.base))
         self._earlier = self._earlier or threading.enumerate()
@@ -266,7 +268,7 @@ class StartedRanks:
             item is self.item and settings.method == "signal" and is_main
         ):  # pytest-timeout raises in the test by SIGALRM
             call_around_alarm(
-                lambda frame: self._at_limit(item, settings, frame),
+                lambda frame: self._at_limit(settings, frame),
                 self._end_soon,
                 # Whether the test or its fixture is still in the phase in which it was ended.
                 lambda frame: self._is_in_phase and bool(jobs_of_test.find_line(frame, self.config.rootpath)),
@@ -278,14 +280,14 @@ class StartedRanks:
     @_harmless
     def _at_end(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> None:
         """Print and write the reports, because pytest-timeout's thread then ends the process."""
-        text = self._at_limit(item, settings, frame)
+        text = self._at_limit(settings, frame)
         self.ends.finish()
         if text:
             self._write_reports(interrupted=True)
             _print([f"{item.nodeid}:", *map(visible, text)])
 
     @_harmless
-    def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
+    def _at_limit(self, settings: Any, frame: FrameType | None) -> list[str]:
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
         if is_watched or self._is_concluding or not (self._processes() or self._others):
             return []
@@ -293,7 +295,7 @@ class StartedRanks:
         jobs, text = self._conclude("deadline", settings.timeout, frame)
         self._is_over = lambda: True
         if text:
-            jobs_of_test.keep_for_report(item, jobs, text)
+            self._shown = text, jobs
         return text
 
     @_harmless
@@ -317,16 +319,18 @@ class StartedRanks:
             self._at_pass(item, report)
         if call.excinfo is None or isinstance(call.excinfo.value, pytest.skip.Exception):
             return report
-        if not jobs_of_test.has_report(item) and self.has_any:
-            self._at_failure(item)
-        jobs_of_test.add_to_report(item, report, self.runner.recorder)
+        if self._shown is None and self.has_any:
+            self._at_failure()
+        if self._shown is not None:
+            jobs_of_test.add_to_report(item, report, self.runner.recorder, *self._shown)
+            self._shown = None
         return report
 
     @_harmless
-    def _at_failure(self, item: pytest.Item) -> None:
+    def _at_failure(self) -> None:
         jobs, text = self._conclude("", 0.0, None)
         if jobs and jobs[0].verdict.failed and not jobs[0].is_other:
-            jobs_of_test.keep_for_report(item, jobs, text)
+            self._shown = text, jobs
 
     @_harmless
     def _at_pass(self, item: pytest.Item, report: Any) -> None:
