@@ -3,8 +3,6 @@
 Layouts as in `branches`; picks int32 [T, G, n_sel], -1 where a query has no more.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ the same bits.
 Shapes as in `nsa_attention`: q [B, S, H, Dk], keys [B, N, G, Dk], values [B, N, G, Dv], gates [B, S, H, 3].
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
