@@ -46,9 +46,17 @@ class WarmPython:
         # hypothesis' plugin imports all of hypothesis at the end of every session, another second.
         uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
         plugins = ["-p", "hypothesispytest"] if uses_hypothesis else []
-        done = self.call("-m", "pytest", *plugins, *arguments, cwd=folder, timeout=timeout)
-        print(done.stdout, done.stderr, sep="\n")  # for the report of a test that fails
-        return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
+        # Not pipes: a process that the session leaves may hold them open.
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as out,
+            tempfile.TemporaryFile("w+", errors="replace") as err,
+        ):
+            code = self.call(
+                "-m", "pytest", *plugins, *arguments, cwd=folder, timeout=timeout, stdout=out, stderr=err
+            ).returncode
+            texts = [file.read() for file in (out, err) if file.seek(0) == 0]
+        print(*texts, sep="\n")  # for the report of a test that fails
+        return pytest.RunResult(code, texts[0].splitlines(), texts[1].splitlines(), 0)
 
     def fork(self, fds: list[int], environment: Mapping[str, str], **request: Any) -> int:
         """Start a process with ``fds`` as output, errors and input; return its id. Raise RuntimeError where none starts."""
@@ -116,23 +124,16 @@ class WarmPython:
     def call(
         self, *arguments: str, typed: str | None = None, timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python ARGUMENTS`` as `subprocess.run` does, with ``typed`` as input.
-
-        By default output and errors go to files, as a process that it leaves may hold them open.
-        """
+        """Run ``python ARGUMENTS`` as `subprocess.run` does, with ``typed`` as input; output and errors are kept by default."""
         given = subprocess.DEVNULL if typed is None else subprocess.PIPE
-        with (
-            tempfile.TemporaryFile("w+", errors="replace") as out,
-            tempfile.TemporaryFile("w+", errors="replace") as err,
-        ):
-            with self.popen(*arguments, **{"stdin": given, "stdout": out, "stderr": err, **options}) as process:
-                try:
-                    process.communicate(typed, timeout)
-                except BaseException:
-                    process.kill()
-                    raise
-            texts = [file.read() for file in (out, err) if file.seek(0) == 0]
-        return subprocess.CompletedProcess(process.args, process.returncode, *texts)
+        options = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        with self.popen(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(typed, timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 class _Forked(subprocess.Popen[str]):
