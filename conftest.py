@@ -1,7 +1,5 @@
 """Options, hooks and fixtures of this repository's own suites."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

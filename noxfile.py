@@ -6,8 +6,6 @@ marks, hooks, ranks, reports; and what is recorded of calls that C++ starts. `ma
 into benchmarks/results/matrix.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -60,12 +58,9 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
         outcome = "passed"
     finally:
         _note(
-            python=str(session.python),
-            torch=torch,
-            pytest=pytest,
-            outcome=outcome,
+            python=str(session.python), torch=torch, pytest=pytest, outcome=outcome,
             seconds=round(time.monotonic() - began),
-        )
+        )  # fmt: skip
 
 
 @nox.session(python=PYTHONS)

@@ -12,8 +12,6 @@ alone depend is replaced, all at once. Then the faults of the part are diagnosed
 exist without it. For the weights by themselves, no function is replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -189,12 +187,9 @@ def tables_without(
 
 
 def crossvalidated(
-    recorded: dict[Fault, Evidence],
-    depend: dict[str, set[Fault]],
-    tables: Mapping[str, fit.Weights],
-    part_of: Callable[[Fault], str],
-    tenth_of: Callable[[Fault], str],
-) -> dict[str, Any]:
+    recorded: dict[Fault, Evidence], depend: dict[str, set[Fault]], tables: Mapping[str, fit.Weights],
+    part_of: Callable[[Fault], str], tenth_of: Callable[[Fault], str],
+) -> dict[str, Any]:  # fmt: skip
     """Return how many verdicts are right where each part is diagnosed without the functions that it alone needs, and by weights
     that were fitted without the tenth that holds the part.
     """

@@ -1,7 +1,5 @@
 """Compile kernels on all cores before they are measured: by calls on tensors without memory, whose launches compile."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -9,8 +9,6 @@ same heads; masked, NSA by the equations over dense masks; lucidrains, the packa
 installed, up to 2048 tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import statistics

@@ -14,8 +14,6 @@ index is in its name). Without a GPU, `--dry-run` runs the same code in Triton's
 (TRITON_INTERPRET=1), on a tiny shape, to find errors: its times mean nothing, and are not kept.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

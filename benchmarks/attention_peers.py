@@ -1,7 +1,5 @@
 """Causal attention and NSA by others, of q [1, S, H, Dk], k [1, S, G, Dk] and v [1, S, G, Dv], for attention_gpu.py."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -13,8 +13,6 @@ from the bare floor to pytest-nsa:
 A figure is that of all processes of a run of many tests less that of a few: what a session costs once is in both.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -6,8 +6,6 @@ A fault needs one factor of the plan or two, each of which some row shows to be 
 phases run; some rows are SLOW, skipped or killed. No rank is started.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

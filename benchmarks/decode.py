@@ -9,8 +9,6 @@ scaled_dot_product_attention, with the causal mask where there are several new t
 kernels" is one new token where each program picks, reads and merges, which is off otherwise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 python benchmarks/figures.py JUNIT EXIT_CODE OUT keeps outcome and seconds of every test of a JUnit file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ in the depth of calls, in the number of ranks, and in what single ranks also do.
 no statement may be named.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

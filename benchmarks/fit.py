@@ -7,8 +7,6 @@ recorded faults of tests_cpu/faults, and to recorded generated programs (`genera
 `ablation.py` fits it again without each part of the recorded faults, and scores it on that part.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@
 ``DIR`` has a folder per incident of NCCL with a file `ranks` ('12 14'). hangs.py has the figures of gloo's dumps.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -7,8 +7,6 @@ round more or less: `EDITS`. A program in which that rank does not come to the s
 counted. `--record NAME` keeps the evidence with its labels in tests_cpu/faults/evidence/generated, to which `fit.py` fits.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import sys

@@ -12,8 +12,6 @@ The times of pytest-nsa, MultiProcessTestCase and MultiProcContinuousTest are th
 imports and ranks. Those of torchrun and spawn are whole, as every test pays them.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

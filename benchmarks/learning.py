@@ -9,8 +9,6 @@ tokens later, so far back that a window of 16 tokens in two layers does not reac
 half: on the whole, two of three seeds did not learn it in 1,000 steps.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

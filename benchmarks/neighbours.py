@@ -6,8 +6,6 @@ python benchmarks/neighbours.py --json benchmarks/results/neighbours.json [NAME.
 installed here; `--table` writes the table of docs/plugins.md from that file. `nox -s neighbours` installs them first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

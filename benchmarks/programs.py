@@ -3,8 +3,6 @@
 A statement that may change ends with #~ and what it is: a collective, a message or a key of a store. `step` is the round.
 """
 
-from __future__ import annotations
-
 import random
 
 HEAD = """\

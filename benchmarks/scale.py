@@ -5,8 +5,6 @@
 Figures are the seconds from the start of the test to the stop, and from the stop to the verdict.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -9,8 +9,6 @@ The recording of control flow, as in a second run: a step of the model under DDP
 with the recording and without it in turn; the ratio is the median of the pairs.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -12,8 +12,6 @@ git clones a tag of torchsnapshot, mmengine and DeepSpeed, as no package has the
 which needs g++ and ninja; one of them leaves 66 MiB in /dev/shm for each rank of a test, which needs 4 GB.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

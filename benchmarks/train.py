@@ -7,8 +7,6 @@ Each way (attention, checkpointing, torch.compile, parallelism) is a run of `nsa
 median over rounds of a run's median step after `WARM` steps. Parallel ways have two ranks.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -9,8 +9,6 @@ compiler or the GPU refuses is passed over, and so is one with another result. W
 errors, as attention_gpu.py's --dry-run does.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -158,14 +156,7 @@ def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
 
 
 def tune(
-    kernel: str,
-    shape: str,
-    S: int,
-    call: Call,
-    start: Tile,
-    rounds: int,
-    deadline: float,
-    pool: Any,
+    kernel: str, shape: str, S: int, call: Call, start: Tile, rounds: int, deadline: float, pool: Any
 ) -> tuple[Tile, dict[str, float]]:
     """Return the fastest sizes that a walk from ``start`` meets, and the milliseconds of all that were tried."""
     on = tiles.capability(torch.device(DEVICE))

@@ -6,8 +6,6 @@ programs some were `ended` (a false verdict) or `announced`. A field that was no
 writes the table of docs/benchmarks_diagnosis.md.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

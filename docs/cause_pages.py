@@ -2,8 +2,6 @@
 recorded evidence gets. `python docs/cause_pages.py`.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -4,8 +4,6 @@ in the dark, of 64 ranks.
 `python docs/pictures.py` needs the extra `docs`, and Debian's chromium for all but the terminal (else those stay as they are).
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -3,8 +3,6 @@
 An arrow per pair of rooms (packages, or modules at the top), unless a longer way leads there as well. A circle is a ValueError.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter

@@ -1,7 +1,5 @@
 """Writes docs/verdict.schema.json, the JSON Schema of verdict.json, from the dataclasses: `python docs/schema.py`."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

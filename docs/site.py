@@ -1,7 +1,5 @@
 """What mkdocs reads beside mkdocs.yml: pages that lie outside docs/, all pages of causes, and links between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

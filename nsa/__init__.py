@@ -3,8 +3,6 @@
 Names are resolved on first use, so that ``import nsa.trace`` costs nothing else.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

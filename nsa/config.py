@@ -5,8 +5,6 @@ a field's type decides what its text means, so that 6:12 is no number to the bas
 Nothing here imports torch, so that a bad value is refused before anything expensive starts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """The sections of a configuration, as frozen dataclasses: fields, types, defaults and limits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 

@@ -3,8 +3,6 @@
 `EXIT_CODES` has the exit codes.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os
@@ -15,14 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.config import (
-    Config,
-    ConfigError,
-    as_yaml,
-    environment_help,
-    load_config,
-    unknown_variables,
-)
+from nsa.config import Config, ConfigError, as_yaml, environment_help, load_config, unknown_variables
 from nsa.data import open_source, open_validation
 from nsa.trace.files import find_writer
 from nsa.training import saved
@@ -100,9 +91,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--safe", action="store_true", help="every known mitigation at once, for a run that must go on")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: train.device")
     parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="where metrics, checkpoints and traces go (default: artifacts/train_TIME)",
+        "--out", metavar="DIR", help="where metrics, checkpoints and traces go (default: artifacts/train_TIME)"
     )
     parser.add_argument(
         "--save-every",

@@ -11,8 +11,6 @@ The marks are importable as plain decorators::
 Importing this imports neither torch nor anything that needs it.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -43,28 +41,10 @@ if TYPE_CHECKING:
     from pytest_nsa.session.launch import Outcome
 
 __all__ = [
-    "LayerRange",
-    "OnRanks",
-    "Outcome",
-    "Verdict",
-    "backend",
-    "branch",
-    "check_divergence",
-    "cores",
-    "fails_as",
-    "gc_range",
-    "gpu",
-    "hash_seeds",
-    "host_fixture",
-    "rank_env",
-    "rerun",
-    "reuse",
-    "scenario",
-    "static_graph",
-    "trace",
-    "trace_kinds",
-    "world_size",
-]
+    "LayerRange", "OnRanks", "Outcome", "Verdict", "backend", "branch", "check_divergence", "cores", "fails_as",
+    "gc_range", "gpu", "hash_seeds", "host_fixture", "rank_env", "rerun", "reuse", "scenario", "static_graph", "trace",
+    "trace_kinds", "world_size",
+]  # fmt: skip
 
 _LATE = {
     "OnRanks": "pytest_nsa.cases", "Outcome": "pytest_nsa.session.launch", "Verdict": "pytest_nsa.diagnosis.verdict",

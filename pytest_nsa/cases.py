@@ -11,8 +11,6 @@ mixin provides ``self.rank``, ``self.world_size`` and ``self.file_name`` of this
 processes would run, the base's ``_run`` or ``_init_pg`` included, runs in the ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

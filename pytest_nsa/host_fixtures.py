@@ -3,8 +3,6 @@
 Every other fixture of a test on ranks is made in each rank, for that test alone, whatever its scope.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

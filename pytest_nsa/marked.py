@@ -1,7 +1,5 @@
 """What the marks and fixtures of a test request; `pytest_nsa.marks` declares and checks them."""
 
-from __future__ import annotations
-
 import random
 import re
 from types import FunctionType, ModuleType

@@ -1,7 +1,5 @@
 """Whether this torch's FSDP2 runs on a CPU: that of torch 2.6 does not. What needs it is skipped, and the rest runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules in a new namespace, in which they have the rights of root: what `unshare -Ur` does, in a fork of the warm process."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """Ports for tests that start ranks as an outer launcher does."""
 
-from __future__ import annotations
-
 import atexit
 import socket
 from collections import deque

@@ -1,7 +1,5 @@
 """Another user of the machine: what it does is done by a child process with that user's id. Only root can make one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd

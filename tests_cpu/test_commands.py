@@ -1,7 +1,5 @@
 """The commands that README.md, docs/ and the examples show: each block runs in a clone, and gives what the page shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The steps of CONTRIBUTING.md work as written: they change a copy of the repository, and its tests run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -25,7 +23,6 @@ def steps(chapter: str) -> list[str]:
 def code(step: str, language: str = "python") -> str:
     """Return the block of a step in a language."""
     match = re.search(rf"```{language}\n(.*?)```", step, re.S)
-    assert match is not None
     return textwrap.dedent(match[1])
 
 

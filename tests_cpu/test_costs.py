@@ -1,7 +1,5 @@
 """What a passing test costs, by counts that a busy machine does not change (`benchmarks/counts.py`)."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

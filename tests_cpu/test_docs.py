@@ -1,7 +1,5 @@
 """The documentation agrees with the code: rooms and modules, public names, files that pages name."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

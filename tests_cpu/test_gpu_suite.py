@@ -1,7 +1,5 @@
 """The GPU suite on a machine without a GPU: its tests are listed, and skipped for one clear reason."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -37,7 +35,6 @@ def test_they_are_skipped_for_one_reason(warm: WarmPython, tmp_path: Path) -> No
     assert len(reasons) == 1
     # Left out by -m gpu are only those of more than 100 steps.
     listed = re.search(r"collected \d+ items / (\d+) deselected (?:/ \d+ skipped )?/ (\d+) selected\n", text)
-    assert listed is not None
     assert int(listed[1]) == sum(row.steps > 100 for row in TABLE)
     assert reasons[0].startswith(f"SKIPPED [{listed[2]}]")
     assert "needs a GPU" in reasons[0]

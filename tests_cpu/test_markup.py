@@ -1,7 +1,5 @@
 """Texts of tests and of strangers' runs in Markdown and on a page: they are shown, and nothing of them acts."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -3,8 +3,6 @@
 ``pytest tests_cpu/test_planted_faults.py -m slow --record`` writes the page's table again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Job files and CI recipes of the pages are what their readers take them for; the verdict's schema is what verdicts are."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

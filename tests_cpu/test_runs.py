@@ -1,7 +1,5 @@
 """Which folders are runs, and which of them are deleted: none that is damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -4,8 +4,6 @@ Docstrings, comments and messages of the packages count, and the prose of the pa
 names that the packages define are counted by themselves.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import io

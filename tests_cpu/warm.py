@@ -5,11 +5,8 @@ starts is such a fork, too. A run that must not find torch imported has a proces
 what is found by its environment or command line in /proc: a fork has those of the process that forks.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -46,32 +43,20 @@ class WarmPython:
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
         """Run pytest as `pytest_nsa.testing.start_pytest` does."""
+        # hypothesis' plugin imports all of hypothesis at the end of every session, another second.
         uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
-        # hypothesis' plugin imports all of hypothesis at the end of every session, another second; anyio's, all of asyncio.
-        without = ["-p", "no:anyio", *([] if uses_hypothesis else ["-p", "no:hypothesispytest"])]
-        code, out, err = self.run_program("pytest", folder, [*without, *arguments], timeout)
-        return pytest.RunResult(code, out.splitlines(), err.splitlines(), 0)
-
-    def run_program(
-        self, program: str, folder: Path, arguments: Sequence[str], timeout: float, variables: Mapping[str, str] = {}
-    ) -> tuple[int, str, str]:
-        """Return exit code, output and errors of pytest or of a module's ``main``. Raise subprocess.TimeoutExpired."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            environment = {**os.environ, **variables}
-            pid = self.fork(
-                [out.fileno(), err.fileno()], environment, program=program, cwd=str(folder), arguments=list(arguments)
-            )
-            code = self.code_of(pid, timeout)
-            if code is None:
-                os.kill(pid, signal.SIGKILL)  # it is not reaped before its end was read
-                self.code_of(pid, 60)
-                raise subprocess.TimeoutExpired(program, timeout)
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
+        plugins = ["-p", "hypothesispytest"] if uses_hypothesis else []
+        # Not pipes: a process that the session leaves may hold them open.
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as out,
+            tempfile.TemporaryFile("w+", errors="replace") as err,
+        ):
+            code = self.call(
+                "-m", "pytest", *plugins, *arguments, cwd=folder, timeout=timeout, stdout=out, stderr=err
+            ).returncode
+            texts = [file.read() for file in (out, err) if file.seek(0) == 0]
         print(*texts, sep="\n")  # for the report of a test that fails
-        return code, texts[0], texts[1]
+        return pytest.RunResult(code, texts[0].splitlines(), texts[1].splitlines(), 0)
 
     def fork(self, fds: list[int], environment: Mapping[str, str], **request: Any) -> int:
         """Start a process with ``fds`` as output, errors and input; return its id. Raise RuntimeError where none starts."""
@@ -171,13 +156,9 @@ class _Forked(subprocess.Popen[str]):
         ]
         try:
             self.pid = self._warm.fork(
-                fds,
-                os.environ if env is None else env,
-                python=args[1:],
-                cwd=str(cwd or os.getcwd()),
-                session=start_new_session,
-                nursery=self._nursery,
-            )
+                fds, os.environ if env is None else env, python=args[1:], cwd=str(cwd or os.getcwd()),
+                session=start_new_session, nursery=self._nursery,
+            )  # fmt: skip
             self._child_created = True
         finally:
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """The server of `tests_cpu.warm`: it imports torch, pytest and the plugin. Usage: warm_server.py FD"""
 
-from __future__ import annotations
-
 import _posixsubprocess
 import atexit
 import contextlib
@@ -98,12 +96,6 @@ def _import_plugins() -> None:
     for name in (*PLUGINS, *(name for name in modules if not name.endswith("__main__"))):
         importlib.import_module(name)
     config._ensure_unconfigure()
-
-
-def _run(module: str) -> int:
-    """Run a module's ``main`` as ``python -m`` would."""
-    with _exit_handlers():
-        return int(importlib.import_module(module).main())
 
 
 @contextlib.contextmanager
@@ -203,13 +195,6 @@ def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(data), fds
 
 
-def _run_pytest(arguments: list[str]) -> int:
-    if re.search(r"(?:^| )-n ?\d", " ".join(arguments)):
-        Nursery()  # of xdist's workers
-    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
-    return 0
-
-
 def _interpret(arguments: list[str]) -> int:
     """Do what ``python ARGUMENTS`` does: -m MODULE, -c CODE or a file; -u or -B before it."""
     while arguments[0] in ("-u", "-B"):
@@ -222,8 +207,8 @@ def _interpret(arguments: list[str]) -> int:
     if any(name.startswith("NSA_TRACE_") for name in os.environ):
         importlib.import_module("nsa.trace.autostart").autostart()  # as the import of torch does
     with _exit_handlers():
-        if (kind, what) == ("-m", "pytest"):
-            return _run_pytest(rest)
+        if (kind, what) == ("-m", "pytest") and re.search(r"(?:^| )-n ?\d", " ".join(rest)):
+            Nursery()  # of xdist's workers
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         elif kind == "-c":
@@ -262,22 +247,17 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
         if request.get("session"):
             os.setsid()
-        if "python" in request:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if request.get("nursery"):
             Nursery()
-        if "python" in request:
-            code = _interpret(request["python"])
-        else:
-            sys.argv = [request["program"], *request["arguments"]]
-            code = _run_pytest(request["arguments"]) if request["program"] == "pytest" else _run(request["program"])
+        code = _interpret(request["python"])
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
         traceback.print_exc()
-        code = 1 if "python" in request else code
+        code = 1
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

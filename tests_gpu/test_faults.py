@@ -1,7 +1,5 @@
 """Faults planted on a GPU: the verdicts on a kernel that does not end, a wild address, memory that is not there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -141,7 +139,6 @@ def test_memory_of_a_killed_process_is_free_before_its_gpu_is_lent_again() -> No
     before = gpu.memory_used(["0"])
     code = "import torch; x = torch.ones(2 << 30, device='cuda'); torch.cuda.synchronize(); print('there', flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
     assert child.stdout.readline() == "there\n"
     assert gpu.memory_used(["0"])["0"] > before["0"] + gpu.SLACK
     child.kill()

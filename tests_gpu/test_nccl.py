@@ -1,7 +1,5 @@
 """Ranks over real NCCL: what one GPU can show, and what needs two. `benchmarks/nccl.sh` keeps the outcome."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The plan at production size, from the table that the CPU suite runs; ``--plan-ranks`` and ``--fault-rank`` as there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +22,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @rank_env(TORCH_FR_BUFFER_SIZE="2000")  # a rank that stalls leaves a dump of torch's flight recorder
 def test_scenario(
-    row: Scenario,
-    group: Group,
-    artifacts: Path,
-    fault: str | None,
-    branch: str | None,
-    gc_range: LayerRange | None,
+    row: Scenario, group: Group, artifacts: Path, fault: str | None, branch: str | None, gc_range: LayerRange | None,
     pytestconfig: pytest.Config,
-) -> None:
+) -> None:  # fmt: skip
     culprit = pytestconfig.getoption("--fault-rank")
     run(row, size_of(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))

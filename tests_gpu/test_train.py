@@ -1,7 +1,5 @@
 """Training at production size on a GPU: nothing waits for the device between the steps whose figures are read."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Its conftest takes a process's rank from the number of the xdist worker, as ignite's CI starts two workers that run every test.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

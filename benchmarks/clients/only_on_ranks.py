@@ -3,8 +3,6 @@
 It keeps all tests of a suite that has no mark: what its tests start runs on ranks.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

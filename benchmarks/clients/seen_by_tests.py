@@ -1,7 +1,5 @@
 """A plugin that notes what tests see of their process, for ../suites.py: two sessions are compared by it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

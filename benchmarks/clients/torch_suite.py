@@ -3,8 +3,6 @@
 Run by ../suites.py, which sets BACKEND, WORLD_SIZE and TEMP_DIR, as torch's runner does.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -8,19 +8,7 @@ over compressed blocks by one with the strides that both kinds of block share.
 Flat layouts (`rows`), bfloat16 or float16, a head dim that nothing pads; keys are TMA descriptors (`launch`).
 """
 
-from __future__ import annotations
-
-from strided_overlapped import (
-    CONSUMERS,
-    FIELDS,
-    LOG2E,
-    ROWS,
-    barriers,
-    load_columns,
-    load_tile,
-    rows_at,
-    visible_keys,
-)
+from strided_overlapped import CONSUMERS, FIELDS, LOG2E, ROWS, barriers, load_columns, load_tile, rows_at, visible_keys
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -6,8 +6,6 @@ It makes a whole forward at the paper's shape, with plain kernels and with each 
 can serve.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ KEYS keys; one warp copies rows into a ring of STAGES, two consumers of four war
 Flat layouts (`rows`), bfloat16 or float16, head dims that are multiples of WIDTH, groups of 8 to 64 heads, a power of two.
 """
 
-from __future__ import annotations
-
 from strided_overlapped import CONSUMERS, FIELDS, ROWS, barriers, load_tile
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -9,8 +9,6 @@ products run under the other's softmax, too.
 Flat layouts (`rows`), bfloat16 or float16, head dims that nothing pads; keys and values are TMA descriptors (`launch`).
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -1,7 +1,5 @@
 """Documents, in the same order for everybody: what a source of texts can do, and which files a dataset's path names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches read ahead by torch's DataLoader in processes that know nothing of GPUs or process groups."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

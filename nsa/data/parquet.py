@@ -3,8 +3,6 @@
 Schema: text, id, dump, url, file_path, language, language_score, token_count, score, int_score; only ``text`` is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

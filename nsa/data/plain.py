@@ -1,7 +1,5 @@
 """Documents from text files of any suffix, each a document, and from JSON lines, each line a document with its ``text``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import islice

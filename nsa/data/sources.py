@@ -1,7 +1,5 @@
 """The sources that a configuration can name: documents, or sequences that are made as they are needed."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 To add one: a module with the four functions of `reference`, and a row here; `nsa.sections.ModelConfig.backend` names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

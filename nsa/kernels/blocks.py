@@ -4,8 +4,6 @@ Symbols as in arXiv 2502.11089: S tokens, block i of the compression covers toke
 selection block j covers j*l_sel ... (j + 1)*l_sel - 1.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What the arguments of attention calls must be: each refusal is one line that names the argument."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

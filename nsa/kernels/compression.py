@@ -1,7 +1,5 @@
 """The compression of keys and values by the mean over blocks (arXiv 2502.11089, Eq. 7), of sequences and of packs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 
@@ -12,12 +10,9 @@ from nsa.sizes import check_sizes
 
 
 def compress(
-    x: torch.Tensor,
-    *,
-    compress_block: int = 32,
-    compress_stride: int = 16,
+    x: torch.Tensor, *, compress_block: int = 32, compress_stride: int = 16,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the mean of each block of l tokens, one block every d: keys or values for `nsa_attention`'s k_cmp and v_cmp.
 
     Args:

@@ -5,8 +5,6 @@ place: a kernel for the dispatch keys of autograd on a CPU, a GPU and the meta d
 for all devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +28,7 @@ def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
 
 
 def register(
-    call: Any,
-    backward: Callable[..., Any],
-    setup_context: Callable[[Any, Any, Any], None] | None = None,
+    call: Any, backward: Callable[..., Any], setup_context: Callable[[Any, Any, Any], None] | None = None
 ) -> None:
     """Give an `operator` its derivative: static methods of `torch.autograd.Function`.
 

@@ -3,8 +3,6 @@
 Where flash-attn is not installed torch's own fused attention takes its place. The other branches are Triton's, or sdpa's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ An operator takes the name of its backend, so that a graph shows what it was tra
 and dtypes alone) and a backward, which is an operator too (`derivatives`). The log-sum-exp and the importance have no gradient.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

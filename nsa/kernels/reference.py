@@ -3,8 +3,6 @@
 Shapes: B batch, S tokens, H query heads, G KV groups, h = H/G heads a group, Nc compressed blocks, Ns selection blocks.
 """
 
-from __future__ import annotations
-
 import torch
 
 from nsa.kernels import blocks

@@ -4,8 +4,6 @@ The compressed branch keeps its explicit scores (the selection needs them). The 
 ``w`` queries, each against its own and the previous chunk's keys, so its cost grows as S*w and not as S*S.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 So no flash, memory-efficient or cuDNN kernel runs, forward or backward.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

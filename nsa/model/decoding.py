@@ -3,8 +3,6 @@
 Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV groups.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -240,15 +238,9 @@ def _importance(p: torch.Tensor, n_blocks: int, a: int, r: int) -> torch.Tensor:
 
 
 def _selected(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    chosen: torch.Tensor,
-    t: torch.Tensor,
-    l_sel: int,
-    n_sel: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, t: torch.Tensor, l_sel: int, n_sel: int,
     scale: float,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Attend to the chosen blocks' tokens, gathered per query: [B, T, H, Dv] in v's dtype. chosen bool [B, T, G, Ns].
 
     In float32 for the half types, under autocast too: q k^T exceeds float16's range before it is scaled.

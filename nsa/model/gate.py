@@ -1,7 +1,5 @@
 """The gate: a sigmoid MLP on the layer's input, one value a head and branch (paper, Eq. 5)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

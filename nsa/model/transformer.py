@@ -1,7 +1,5 @@
 """The transformer: embedding, pre-norm blocks of attention and MLP, final norm, head."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 
@@ -93,10 +91,7 @@ class NSATransformer(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        caches: Sequence[KVCache] | None = None,
-        targets: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, caches: Sequence[KVCache] | None = None, targets: torch.Tensor | None = None
     ) -> torch.Tensor:
         """With ``caches``, one per layer, tokens are those after what the caches have seen; for inference.
 

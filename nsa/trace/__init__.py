@@ -10,8 +10,6 @@
 What they print goes through the stdlib logger ``nsa.trace``, so a listener need not import this.
 """
 
-from __future__ import annotations
-
 import logging
 
 logger = logging.getLogger("nsa.trace")

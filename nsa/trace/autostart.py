@@ -5,8 +5,6 @@ A process with a number from its launcher (RANK) is a rank from its import of to
 plugin sets NSA_TRACE_JOBS, and each job has a folder (`job_folders`).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
@@ -31,7 +29,8 @@ def autostart() -> None:
     if job_folders.is_requested():
         job_folders.dump_at_signal()
     rank = os.environ.get("RANK", "")
-    if _begin is None and rank.isdecimal() and not _is_done(rank):
+    is_traced = os.environ.get(_DONE) == _launch(rank)  # as in its children (loaders' workers, compilers)
+    if _begin is None and rank.isdecimal() and not is_traced:
         _start(int(rank), int(os.environ.get("WORLD_SIZE") or 1), {})
     _hook_groups()
     if _begin is None:
@@ -62,11 +61,6 @@ def mark_as_traced() -> None:
 def _launch(rank: str) -> str:
     """Return a text that distinguishes this rank from ranks of other launches, which have another address or port."""
     return f"{rank}@{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-
-
-def _is_done(rank: str) -> bool:
-    """Return whether this rank is traced already, as in its children (loaders' workers, compilers), which inherit its variables."""
-    return os.environ.get(_DONE) == _launch(rank)
 
 
 def _start(rank: int, world_size: int, given: dict[str, Any]) -> None:

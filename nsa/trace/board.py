@@ -5,8 +5,6 @@ A write is a store into mapped memory: no system call, no flush. The page surviv
 ``HEADER`` bytes are JSON with the offset and format of every field, so a reader needs no code of this package.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import mmap
@@ -79,12 +77,7 @@ def _layout(slots: int = RING_SIZE) -> tuple[dict[str, Any], bytes, int]:
     offset += MAX_PARAMETERS
     path = [offset, MAX_PATH]  # two bytes per call: the module's place in `named_modules`, of the current forward
     offset += 2 * MAX_PATH
-    ring = {
-        "offset": offset,
-        "size": slots,
-        "stride": _RECORD_STRUCT.size,
-        "record": [list(f) for f in _RECORD],
-    }
+    ring = {"offset": offset, "size": slots, "stride": _RECORD_STRUCT.size, "record": [list(f) for f in _RECORD]}
     layout = {
         "schema": SCHEMA,
         "phases": PHASES,

@@ -1,7 +1,5 @@
 """``env.json`` of a training: versions, devices, variables and the revision of the code; secrets are masked."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The events that a rank records at once: one JSON line each in ``events.jsonl``, in one write: a kill loses at most one."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

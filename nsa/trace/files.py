@@ -4,8 +4,6 @@ Also the clock: a test may freeze `time.time`, or make `os.write` raise as on a 
 bound at import; tools that freeze time do not replace `clock_gettime`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Whether a tensor's numbers are finite. They are read only where that has no effect on the program."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

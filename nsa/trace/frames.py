@@ -1,7 +1,5 @@
 """The location in the user's code: the innermost frame that belongs neither to torch, nor to Python, nor to us."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

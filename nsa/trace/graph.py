@@ -4,8 +4,6 @@ Autograd numbers the nodes of a thread as it makes them; the difference of two n
 The module that makes them is looked up only once per `STRIDE` nodes: a module that makes many is found often.
 """
 
-from __future__ import annotations
-
 import torch
 
 from nsa.trace.board import Board

@@ -5,8 +5,6 @@ start from other values than the first: gradients are then wrong, or autograd ra
 of these writes: not those under ``no_grad`` or through ``.data``, and none into a tensor that it has not saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The folders of evidence for jobs that tests start by themselves: one per job, inside one for the session."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import hashlib

@@ -1,7 +1,5 @@
 """Memory of this rank: its present size and its peak, on the host and on the GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

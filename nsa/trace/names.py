@@ -1,7 +1,5 @@
 """Names of parameters and modules as the user knows them."""
 
-from __future__ import annotations
-
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 

@@ -5,8 +5,6 @@ and the optimizer's own hooks. Not torch's global forward hooks: even an empty o
 as torch then leaves its fast path, and torch.compile warns about them.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading
@@ -66,11 +64,6 @@ def _parallel_kind(root: nn.Module) -> str:
         return "ddp"
     is_sharded = any(type(m).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for m in root.modules())
     return "fsdp" if is_sharded else "none"
-
-
-def _needs_every_gradient(model: DistributedDataParallel) -> bool:
-    """Return whether DDP waits for a gradient of every parameter, because it does not look for unused parameters."""
-    return not (model.find_unused_parameters or model.static_graph)
 
 
 @dataclass(slots=True, eq=False)
@@ -335,7 +328,9 @@ class Observer:
         for model in shared:
             ensure_hook(model)
         self._shared.update(shared)
-        self.on_model(_parallel_kind(root), any(map(_needs_every_gradient, shared)))
+        # Of these DDP waits for a gradient of every parameter: it does not look for unused parameters.
+        strict = [model for model in shared if not (model.find_unused_parameters or model.static_graph)]
+        self.on_model(_parallel_kind(root), bool(strict))
         # Lazy parameters have no shape yet, and those of a functional call are not leaves.
         trained = [
             (plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad and p.is_leaf and not is_lazy(p)
@@ -358,7 +353,9 @@ class Observer:
         for index, (name, parameter) in enumerate(trained):
             # A model inside DDP that is called by itself has the same parameters.
             if not _is_hooked(parameter, self._hooks.get(id(parameter))):
-                handle = parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
+                handle = parameter.register_post_accumulate_grad_hook(
+                    self.board.arrival(index, self.board.padded(name, "parameter"))
+                )
                 self._hooks[id(parameter)] = handle
 
     def _remove_hooks(self) -> None:
@@ -378,6 +375,3 @@ class Observer:
         )
         found[key] = known
         return known
-
-    def _arrival(self, index: int, name: str) -> Callable[[torch.Tensor], None]:
-        return self.board.arrival(index, self.board.padded(name, "parameter"))

@@ -1,7 +1,5 @@
 """Mask secrets in written texts, by the name of a variable or option, and by the form of a value. Both packages use it."""
 
-from __future__ import annotations
-
 import io
 import re
 import tokenize

@@ -1,7 +1,5 @@
 """Strict JSON. Python writes NaN and Infinity, which are not JSON: jq and JSON.parse reject the whole line."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from json import dumps  # bound before a test can replace it

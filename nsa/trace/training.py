@@ -4,8 +4,6 @@ A program calls ``nsa.trace.training.trace_training("DIR")`` on each rank; or it
 NSA_TRACE_DIR names the folder: then importing torch is enough (`autostart`, an entry point that torch loads).
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import faulthandler

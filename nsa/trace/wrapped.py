@@ -1,7 +1,5 @@
 """What a rank gives DDP: names, dtypes and shapes of a model's parameters, in the order by which DDP pairs them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ a rank that is killed at any moment leaves a complete checkpoint. Its ``checkpoi
 and CRC-32 of each file. It can be loaded with another number of ranks, and another way to share the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

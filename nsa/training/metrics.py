@@ -1,7 +1,5 @@
 """The figures of a training's steps: one line per step in ``metrics.jsonl``, and on the terminal."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

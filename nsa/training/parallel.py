@@ -1,7 +1,5 @@
 """How ranks share a model: the process group, DDP, FSDP, or gradients averaged by hand."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys
@@ -156,14 +154,10 @@ def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) ->
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        static_graph=options.static_graph,
-        find_unused_parameters=options.find_unused_parameters,
-        gradient_as_bucket_view=options.gradient_as_bucket_view,
-        bucket_cap_mb=options.bucket_cap_mb,
-        **{buffers: options.broadcast_buffers},
-    )
+        model, device_ids=[device.index] if device.type == "cuda" else None, static_graph=options.static_graph,
+        find_unused_parameters=options.find_unused_parameters, gradient_as_bucket_view=options.gradient_as_bucket_view,
+        bucket_cap_mb=options.bucket_cap_mb, **{buffers: options.broadcast_buffers},
+    )  # fmt: skip
 
 
 def has_fsdp2(device: torch.device) -> bool:

@@ -1,7 +1,5 @@
 """The loop of a training run: data, step, figures, checkpoint, until it is done or stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

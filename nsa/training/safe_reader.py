@@ -1,7 +1,5 @@
 """Read checkpoints that others may have made. torch.distributed.checkpoint reads pickles; these allow only a checkpoint's types."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

@@ -3,8 +3,6 @@
 Without torch, so that an unusable checkpoint is refused before torch is imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

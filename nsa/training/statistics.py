@@ -1,7 +1,5 @@
 """Statistics of the model's parts: gates, selected blocks, fallbacks of the kernels, dtypes."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One training step and all it needs: model, parallelism, optimizer, schedule and the traces that a run requests."""
 
-from __future__ import annotations
-
 import math
 import time
 from contextlib import nullcontext

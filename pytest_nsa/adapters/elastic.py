@@ -1,7 +1,5 @@
 """`-p pytest_nsa.adapters.elastic`: what a test starts with torch's `elastic_launch` on one node runs on ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

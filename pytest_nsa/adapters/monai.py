@@ -1,7 +1,5 @@
 """`-p pytest_nsa.adapters.monai`: a test with MONAI's decorator `DistCall` on one node runs on ranks."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 A class gets `OnRanks` as its first base, and the mark with its own ``world_size``.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A call that goes to ranks by pickle, as it would go to processes that a test starts: for `spawn` and `elastic`."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

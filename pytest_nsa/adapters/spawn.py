@@ -3,8 +3,6 @@
 Calls with ``join=False``, and arguments that cannot be pickled, start processes as before.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

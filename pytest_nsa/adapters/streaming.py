@@ -4,8 +4,6 @@ Its conftest.py starts processes for a class with `is_dist_test`; here that is f
 `world_size`, or of its class.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

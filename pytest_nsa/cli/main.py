@@ -4,8 +4,6 @@ writes the reports of a run that was cut off; `explain CAUSE` prints a cause's p
 Exit codes: 0 nothing failed, 1 something did, 2 no evidence there.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json
@@ -105,13 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("base", metavar="RUN_A", type=Path, help="the run before, as artifacts/run_...")
     command.add_argument("new", metavar="RUN_B", type=Path, help="the run now, as artifacts/latest")
     command.add_argument(
-        "--repeat-a",
-        metavar="RUN",
-        type=Path,
-        action="append",
-        default=[],
+        "--repeat-a", metavar="RUN", type=Path, action="append", default=[],
         help="a repeat of RUN_A: bounds of the noise",
-    )
+    )  # fmt: skip
     command.add_argument("--repeat-b", metavar="RUN", type=Path, action="append", default=[], help="a repeat of RUN_B")
     command = commands.add_parser("explain", help="print the page of a cause: an example, how it is known, what to do")
     command.add_argument("cause", metavar="CAUSE", help="as in a verdict, skipped_collective")

@@ -4,8 +4,6 @@
 It shows, in addition to the boards, which rank of a communicator is behind, and which rank does not answer.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`pytest-nsa report` and `clean`; which folders are this user's, and which files of this machine are read for others' evidence."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``pytest-nsa watch``: follow a training that pytest did not start, by the boards that its ranks map. It signals no process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

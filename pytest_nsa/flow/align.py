@@ -9,8 +9,6 @@ After execution indexing (Xin, Sumner, Zhang: Efficient program execution indexi
 Sumner, Jagannathan: Analyzing concurrency bugs using dual slicing, ISSTA 2010). The points that must match are the ranks' calls.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import re

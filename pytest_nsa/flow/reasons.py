@@ -1,7 +1,5 @@
 """The values by which a statement decided otherwise on two ranks, and the lines that set them, backwards."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The statements of a source file, and where two ranks may meet again after they have parted at one."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import tokenize

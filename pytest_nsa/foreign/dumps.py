@@ -1,7 +1,5 @@
 """Read the dump of a flight recorder, a pickle or JSON of torch 2.4 and later, of any backend, with one file per rank."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Find out by their content what files are, and read all of them as one job."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Read a rank's Python stack from the text of py-spy, of pystack, or of faulthandler."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Read what other analyzers print: torch's flight recorder analyzer, and NCCL's RAS service as text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The values that every reader of foreign evidence returns: calls and counters by rank, groups, stacks, and what a text states."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from pytest_nsa.evidence.stacks import Frame

@@ -1,7 +1,5 @@
 """Where jobs are: the folder that a process maps, the folders in a session's folder, the ranks of a launcher by their variables."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The events of a job that another process than its ranks observes, a line of JSON each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # Bound at import: a test may replace the functions of time.

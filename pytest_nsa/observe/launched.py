@@ -24,7 +24,7 @@ from pytest_nsa.observe.second_look import dump_by_py_spy
 from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.system.clock import monotonic, wall_clock
 from pytest_nsa.system.descendants import TICKS
-from pytest_nsa.system.procfs import began, count_waits, list_written_files, look_at, read_stat
+from pytest_nsa.system.procfs import began, count_waits, is_alive, list_written_files, look_at
 from pytest_nsa.wire.files import open_to_read, write_atomically
 
 LAST, LEAST, MOST_LOGS = 16 << 20, 1 << 16, 256  # bytes of all logs that are read, and of one
@@ -80,7 +80,7 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        return began(self.pid) == self.began and _is_alive(self.pid)
+        return is_alive(self.pid, self.began)
 
     def list_dumps(self) -> list[Path]:
         """Return where torch writes a dump of this rank, by the variables it was started with."""
@@ -119,10 +119,6 @@ class _Process:
         self._looked_at, self._cpu_s, self._waits = now, cpu_s, waits
 
 
-def _is_alive(pid: int) -> bool:
-    return read_stat(pid)[:1] not in ([], ["Z"], ["X"])
-
-
 class LaunchedJob:
     """The job of the processes ``ranks`` (rank -> pid), and of ``launcher``, which may be one of them.
 
@@ -157,7 +153,7 @@ class LaunchedJob:
         """Return whether all ranks have ended, and their launcher, which states why, or has had the time to."""
         alive = self.alive()
         self._alive_at = monotonic() if alive else self._alive_at
-        launches = self.launcher not in {of.pid for of in self.readers.values()} and _is_alive(self.launcher)
+        launches = self.launcher not in {of.pid for of in self.readers.values()} and is_alive(self.launcher)
         return not alive and not (launches and monotonic() - self._alive_at < LAST_WORDS_S)
 
     def look(self) -> None:

@@ -1,7 +1,5 @@
 """Whether ranks move: compare boards over time, find collectives that can no longer match, and measure a stall while it lasts."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping

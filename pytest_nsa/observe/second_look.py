@@ -1,7 +1,5 @@
 """The second look, taken only at a stall: first /proc, which disturbs no rank, last the stack dump, and py-spy's native frames."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

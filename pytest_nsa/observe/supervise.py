@@ -1,7 +1,5 @@
 """The host's side of a test on ranks: start the ranks, watch them, end them, and record what happened. Imports no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

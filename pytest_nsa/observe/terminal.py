@@ -1,7 +1,5 @@
 """What ranks print: a limit on each one's output, their lines as they come (-s), and a debugger's terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

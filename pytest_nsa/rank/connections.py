@@ -5,8 +5,6 @@ limit, a rank that is done first stays until that limit plus 2 s. It does not st
 without a limit (in any thread, a future or autograd): the lost connection ends that collective.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

@@ -4,8 +4,6 @@ Where lines are measured test by test (pytest-testmon, and pytest-cov with ``--c
 context of their test, in which it runs none of them itself: pytest-testmon would deselect it for ever.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

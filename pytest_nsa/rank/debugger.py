@@ -1,7 +1,5 @@
 """A debugger in a rank, at the host's terminal: post mortem under --pdb, and wherever a rank's code calls breakpoint()."""
 
-from __future__ import annotations
-
 import contextlib
 import pdb  # noqa: T100
 import socket

@@ -4,8 +4,6 @@ The host reports a test once, and retries it with new ranks. A plugin that repor
 more in each rank. A rank still needs such a plugin's fixtures, so single hooks are removed, and never a plugin.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

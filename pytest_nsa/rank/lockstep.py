@@ -5,8 +5,6 @@ Here all ranks have one seed, nothing is replayed from a database, no deadline a
 the outcome through the group's store.
 """
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from functools import wraps
@@ -43,9 +41,7 @@ def relax(item: Any) -> None:
     hypothesis: Any = sys.modules["hypothesis"]
     test = _function(item)
     test._hypothesis_internal_use_settings = hypothesis.settings(
-        parent=test._hypothesis_internal_use_settings,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        parent=test._hypothesis_internal_use_settings, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
     )
 
 

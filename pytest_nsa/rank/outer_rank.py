@@ -1,7 +1,5 @@
 """The evidence of a pytest process that an outer launcher has numbered: in tests without our ranks it is a rank itself."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A difference in time or memory counts if it exceeds the noise: the differences b
 it. A factor by which many tests are slower is attributed to the machine and divided out.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,12 +66,9 @@ def _verdict_differences(test: str, a: Verdict, b: Verdict) -> Iterator[Differen
     came = sorted(set(a.parameters_missing) - set(b.parameters_missing))
     if lost or came:
         yield Difference(
-            test=test,
-            what="gradients missing",
-            base=_few(came) or "0",
-            new=_few(lost) or "0",
+            test=test, what="gradients missing", base=_few(came) or "0", new=_few(lost) or "0",
             kind="worse" if lost else "better",
-        )
+        )  # fmt: skip
 
 
 def _figure_differences(

@@ -1,7 +1,5 @@
 """A training's figures as small pictures: loss, gates, selection, memory; read from the files in a folder."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """A first divergence as lines of text: the statement, what each side did there with which values, and why."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """A failure's lines of source with what each rank did there, for terminals, pages and GitHub's annotations."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Escape texts from tests and folders: no control character acts on a terminal, and no markup on a page."""
 
-from __future__ import annotations
-
 import html
 import re
 

@@ -1,7 +1,5 @@
 """What a session writes for the whole run: env.json, lists over all tests, SUMMARY.md, report.html; and a test's traces.log."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -156,13 +154,9 @@ def write_reports(
     write_environment(run, gpus)
     _write_lists(run, entries)
     render = functools.partial(
-        summary.render,
-        entries,
-        decision,
-        read_object(run / "env.json"),
-        interrupted=interrupted,
+        summary.render, entries, decision, read_object(run / "env.json"), interrupted=interrupted,
         not_run=summary.not_run(run, entries),
-    )
+    )  # fmt: skip
     write_atomically(run / "SUMMARY.md", render())
     shown = step_summary()
     if shown is not None:

@@ -4,8 +4,6 @@ A run is a folder with an env.json; it is finished if it has a run.json, and in 
 else in the folder is ever deleted; no link is followed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

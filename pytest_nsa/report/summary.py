@@ -1,7 +1,5 @@
 """SUMMARY.md: one sentence on what is wrong, the table, the path through the plan's tree, the verdicts; and the tree as HTML."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import stat
@@ -156,14 +154,9 @@ def not_run(run: Path, entries: list[Entry]) -> list[str]:
 
 
 def render(
-    entries: list[Entry],
-    decision: Decision,
-    env: dict[str, Any],
-    *,
-    interrupted: bool,
-    not_run: Sequence[str] = (),
+    entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool, not_run: Sequence[str] = (),
     blob: str | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Return the text of SUMMARY.md; ``not_run`` are scenarios that did not run.
 
     ``blob``: for a page that is read elsewhere, the URL of the repository's files, or ''. Tests then have no links to their

@@ -1,7 +1,5 @@
 """A verdict in the terminal: the culprit, the lines of source with what each rank did, and the folder of the evidence."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

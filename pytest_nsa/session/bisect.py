@@ -4,8 +4,6 @@ variables), and the second run, in which the control flow of its ranks is record
 The first serves tests that take the named parameter, or the fixture `gc_range` or `branch`; the others serve all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Where the artifacts folder cannot be written to (read-only, full, over a quota, 
 disk becomes full later, folders of further tests are in a temporary one; the run's lists and reports are written if they fit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -6,8 +6,6 @@ exit code is 128 + the signal's number; Ctrl-C keeps pytest's 2. Processes that 
 ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

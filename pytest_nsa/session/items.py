@@ -1,7 +1,5 @@
 """The ranked test: a `pytest.Function` whose body runs on ranks, so skip, xfail, junit and reruns work as for any test."""
 
-from __future__ import annotations
-
 import bdb
 import contextlib
 import functools
@@ -263,13 +261,8 @@ def make_ranked(item: pytest.Function) -> Ranked:
         case.own_markers, case.keywords = item.own_markers, item.keywords
         return case
     ranked: Ranked = _ranked(type(item)).from_parent(
-        item.parent,
-        name=item.name,
-        callspec=getattr(item, "callspec", None),
-        callobj=item.obj,
-        fixtureinfo=item._fixtureinfo,
-        keywords=item.keywords,
-        originalname=item.originalname,
-    )
+        item.parent, name=item.name, callspec=getattr(item, "callspec", None), callobj=item.obj,
+        fixtureinfo=item._fixtureinfo, keywords=item.keywords, originalname=item.originalname,
+    )  # fmt: skip
     ranked.own_markers = item.own_markers
     return ranked

@@ -1,7 +1,5 @@
 """The fixture `launch`: run a function on ranks from outside, and read the verdict that a test gets back."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil
@@ -66,14 +64,9 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
     request.node.stash[launched_key] = verdicts
 
     def run(
-        function: Callable[..., Any],
-        *,
-        world_size: int = 2,
-        timeout: float | None = None,
-        backend: str | None = "gloo",
-        arguments: dict[str, Any] | None = None,
-        reruns: bool = False,
-    ) -> Outcome:
+        function: Callable[..., Any], *, world_size: int = 2, timeout: float | None = None,
+        backend: str | None = "gloo", arguments: dict[str, Any] | None = None, reruns: bool = False,
+    ) -> Outcome:  # fmt: skip
         __tracebackhide__ = True
         runner = request.config.stash[runner_key]
         outer = request.node.stash.get(timeout_key, None)
@@ -87,17 +80,10 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
         job = Job(
-            nodeid=nodeid,
-            folder=str(folder),
-            root=str(request.config.rootpath),
-            world_size=world_size,
-            backend=backend or "",
-            timeout=timeout,
-            function=f"{function.__module__}:{function.__qualname__}",
-            arguments=arguments or {},
-            fsdp_version=runner.settings.fsdp_version,
-            created=wall_clock(),
-        )
+            nodeid=nodeid, folder=str(folder), root=str(request.config.rootpath), world_size=world_size,
+            backend=backend or "", timeout=timeout, function=f"{function.__module__}:{function.__qualname__}",
+            arguments=arguments or {}, fsdp_version=runner.settings.fsdp_version, created=wall_clock(),
+        )  # fmt: skip
         verdict, folder = runner.run_function(request.node, job, reruns=reruns)
         verdicts.append(verdict)
         outcomes.append(Outcome(verdict=verdict, folder=folder, world_size=world_size))

@@ -2,8 +2,6 @@
 xdist share, or cold), started when ranks are needed, replaced when it has failed.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

@@ -1,7 +1,5 @@
 """Secrets in what ranks have left: masked in their files on request, before any report is made of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

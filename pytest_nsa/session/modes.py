@@ -1,7 +1,5 @@
 """What the hooks of `plugin` do in this process, by its mode."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_nsa.session.ranked_session import ChildSession, RankedSession, WorkerSession

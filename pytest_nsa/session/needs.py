@@ -1,7 +1,5 @@
 """What a test needs from the machine, by its marks, fixtures and the settings: ranks of which kind, GPUs, cores; and its leases."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

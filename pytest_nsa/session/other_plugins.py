@@ -1,7 +1,5 @@
 """What other plugins need: pytest-forked forks no test on ranks; xdist's controller names one run folder, and starts one zygote."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -2,8 +2,6 @@
 concept.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard

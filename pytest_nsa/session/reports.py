@@ -2,8 +2,6 @@
 and texts of failures; and which failures have no verdict.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -5,8 +5,6 @@ same tests (`ServeSession`), for one host or, under xdist, for all workers. It r
 starts from the same untouched state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -204,12 +202,9 @@ class Zygote:
     """Serves hosts until the first one disconnects. ``listener`` accepts further hosts (xdist workers)."""
 
     def __init__(
-        self,
-        items: dict[str, pytest.Item],
-        first: socket.socket,
-        listener: socket.socket | None = None,
+        self, items: dict[str, pytest.Item], first: socket.socket, listener: socket.socket | None = None,
         failures: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.items = items
         self.failures = failures or {}
         self.first = Host(Channel(first))

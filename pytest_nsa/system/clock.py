@@ -1,7 +1,5 @@
 """Clocks that a test cannot freeze: tools for that replace the functions of `time`, and not `clock_gettime`."""
 
-from __future__ import annotations
-
 from time import CLOCK_MONOTONIC, CLOCK_REALTIME, clock_gettime
 
 

@@ -1,7 +1,5 @@
 """Processes that this one, or a rank, has started, and theirs: found in /proc, identified by number and start time, and ended."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -16,7 +14,7 @@ from pathlib import Path
 from time import CLOCK_BOOTTIME, CLOCK_MONOTONIC, clock_gettime
 
 from pytest_nsa.system.clock import monotonic
-from pytest_nsa.system.procfs import command_line, list_children, read_io, read_stat, read_status
+from pytest_nsa.system.procfs import command_line, is_alive, list_children, read_io, read_stat, read_status
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, by which a helper is recognised
@@ -223,19 +221,15 @@ def kill_dead_ranks_groups(leaders: Collection[int], since: float) -> None:
     that began before ``since`` (seconds since boot), when the launcher was started.
     """
     deadline = monotonic() + _LAST_BREATH_S
-    while any(map(_is_alive, leaders)) and monotonic() < deadline:
+    while any(map(is_alive, leaders)) and monotonic() < deadline:
         time.sleep(0.01)  # the kernel ends them with the zygote; this process may learn of the zygote's end first
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = read_stat(path.name)
             group, began = int(fields[2]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
-            is_ours = group in leaders and not _is_alive(group) and began >= since
+            is_ours = group in leaders and not is_alive(group) and began >= since
             if is_ours and path.stat().st_uid == os.getuid():
                 os.kill(int(path.name), signal.SIGKILL)
-
-
-def _is_alive(pid: int) -> bool:
-    return read_stat(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def end_leftovers() -> list[str]:

@@ -1,7 +1,5 @@
 """Disk space for evidence: check a folder, reserve space before it is needed, and make folders private to this user."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

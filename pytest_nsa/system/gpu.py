@@ -3,8 +3,6 @@
 Read by NVML if the package nvidia-ml-py is installed (the extra ``gpu``), else by the program nvidia-smi, which reports no errors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

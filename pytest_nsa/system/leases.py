@@ -7,8 +7,6 @@ A GPU's memory is lent in parts of `PART` bytes, with a lock file per part: a te
 that do, as long as all fit. A test that names no memory gets the whole GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """File locks of processes, from /proc/locks and /proc/PID/fd: who holds one, and who waits for one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

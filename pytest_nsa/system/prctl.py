@@ -1,7 +1,5 @@
 """Linux functions that Python lacks: let a child die with its parent, kill its group, punch a hole into a file, set C's stdout."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

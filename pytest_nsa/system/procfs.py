@@ -1,7 +1,5 @@
 """What /proc reports of a process. Reading it disturbs no process; values that a sandbox hides are empty."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -64,19 +62,13 @@ def look_at(pid: int) -> ProcessState | None:
     children = list_children(pid)
     ended = {child: end for child in children if (end := _read_end(child))}
     return ProcessState(
-        state=fields[0],
-        cpu_s=user + kernel,
-        main_cpu_s=sum(_cpu_seconds(read_stat(f"{pid}/task/{pid}"))),
-        kernel_s=kernel,
-        below_cpu_s=_read_cpu_seconds(children),
-        faults=int(fields[7]),
-        written=read_io(proc).get("wchar", 0),
-        wchan=read_proc_text(proc / "wchan").strip(),
+        state=fields[0], cpu_s=user + kernel, main_cpu_s=sum(_cpu_seconds(read_stat(f"{pid}/task/{pid}"))),
+        kernel_s=kernel, below_cpu_s=_read_cpu_seconds(children), faults=int(fields[7]),
+        written=read_io(proc).get("wchar", 0), wchan=read_proc_text(proc / "wchan").strip(),
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
-        ended=tuple(ended.values()),
-        rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
+        ended=tuple(ended.values()), rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
         program=_other_program(proc),
-    )
+    )  # fmt: skip
 
 
 def _other_program(proc: Path) -> str:
@@ -108,6 +100,12 @@ def began(pid: int) -> int:
     """Return when a process began, in clock ticks since boot; 0 if it has ended. With it, a reused pid can be detected."""
     fields = read_stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
+
+
+def is_alive(pid: int, since: int | None = None) -> bool:
+    """Return whether a process has not ended; with ``since``, whether it is the one that `began` then."""
+    fields = read_stat(pid)
+    return fields[:1] not in ([], ["Z"], ["X"]) and since in (None, int(fields[19]))
 
 
 def has_more_threads(pid: int, count: int) -> bool:

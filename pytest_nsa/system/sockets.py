@@ -1,7 +1,5 @@
 """Sockets between this user's processes, in a folder that no other user can reach; bytes in TCP sockets, and held ports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

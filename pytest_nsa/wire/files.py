@@ -3,8 +3,6 @@
 All files in a folder of evidence are written by these functions: they follow no link, as another user may have made it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

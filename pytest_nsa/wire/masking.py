@@ -1,7 +1,5 @@
 """The filter for secrets in what this process writes. A session sets it at its beginning; all functions that write call it."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 

@@ -1,7 +1,5 @@
 """The interfaces between session and monitor: launchers, monitors, limits, and the exceptions of a launch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

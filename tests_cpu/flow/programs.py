@@ -4,8 +4,6 @@ The statement at which ranks part ends in ``# HERE``. A program whose name begin
 calls fit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

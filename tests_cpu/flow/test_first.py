@@ -3,8 +3,6 @@
 Neither torch nor a process of a rank is needed: each rank of a program runs here, one after another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -98,7 +96,6 @@ def test_the_statement_at_which_ranks_part(name: str, tmp_path: Path) -> None:
 def test_which_of_two_ranks_did_otherwise(name: str, blamed: tuple[int, ...], tmp_path: Path) -> None:
     flows = [record(PROGRAMS[name], tmp_path, rank) for rank in range(2)]
     found = find_first(flows, lambda group: range(2))
-    assert found is not None
     assert (found.exceptional, found.raising or found.in_role) == ((), blamed)
 
 
@@ -125,7 +122,6 @@ def test_ranks_that_differ_in_nothing_that_others_see_do_not_part(name: str, tmp
 )
 def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_path: Path) -> None:
     found = first_of(name, tmp_path)
-    assert found is not None
     assert found.kind == kind
     assert not chain or chain in {step.name for step in found.because}
     assert FirstDivergence.from_json(found.to_json()) == found
@@ -141,7 +137,6 @@ def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_
 )
 def test_what_ranks_did_next(name: str, ranks: set[int], text: str, tmp_path: Path) -> None:
     found = first_of(name, tmp_path)
-    assert found is not None
     assert {rank for rank, (_, did) in found.then.items() if did == text} == ranks
     assert FirstDivergence.from_json(found.to_json()) == found
 
@@ -154,7 +149,6 @@ def test_whether_an_exception_follows_from_the_difference(
     name: str, ranks: tuple[int, ...], cause: str, tmp_path: Path
 ) -> None:
     found = first_of(name, tmp_path)
-    assert found is not None
     assert found.raised_before == ranks
     verdict = Verdict(
         nodeid="test", outcome="FAIL", cause="rank_exception", ranks=(0,), world_size=RANKS, reason="ValueError: no"
@@ -177,7 +171,6 @@ def test_a_decision_of_a_library_is_the_reason(tmp_path: Path) -> None:
 def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -> None:
     flows = [record(PROGRAMS["fits_until_a_tag_differs"], tmp_path, rank) for rank in range(2)]
     found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
-    assert found is not None
     assert (found.kind, set(found.values["tag"].values())) == ("argument", {"2", "3"})
     assert set(found.outcomes) == {"begins send (tag 2)", "begins recv (tag 3)"}
 
@@ -234,7 +227,6 @@ def test_threads_write_whole_events(tmp_path: Path) -> None:
     finally:
         sys.setswitchinterval(interval)
     flow = read_flow(tmp_path / "flow.bin", 0)
-    assert flow is not None
     assert {n: {call.op for call in calls} for n, calls in flow.calls.items()} == {n: {"x" * n} for n in range(1, 5)}
     assert [len(calls) for calls in flow.calls.values()] == [3000] * 4
 
@@ -249,7 +241,6 @@ def test_a_generator_that_one_rank_leaves_early_is_not_where_it_hangs(tmp_path: 
 
     flows = [record(program, tmp_path, rank) for rank in range(2)]
     found = find_first(flows, lambda group: range(2))
-    assert found is not None
     assert found.kind == "argument"
 
 
@@ -262,7 +253,6 @@ def test_ranks_of_another_group_decide_between_the_two_of_a_group(tmp_path: Path
 
     flows = [record(program, tmp_path, rank) for rank in range(4)]
     found = find_first(flows, lambda group: {"a": (0, 1), "b": (2, 3)}.get(group, range(4)))
-    assert found is not None
     assert (found.exceptional, found.unlike_others, found.others) == ((), (3,), {"true": (0, 1)})
     assert FirstDivergence.from_json(found.to_json()) == found
 
@@ -322,7 +312,6 @@ def test_ranks_part_after_more_events_than_a_log_keeps(tmp_path: Path) -> None:
     flows = [record(program, tmp_path, rank, size=1 << 15) for rank in range(RANKS)]
     assert all(flow.is_cut for flow in flows)
     found = find_first(flows, lambda group: range(RANKS))
-    assert found is not None
     assert (found.kind, found.exceptional) == ("loop", (1,))
     assert found.where.endswith("in makes_more_passes")
 

@@ -1,7 +1,5 @@
 """What public reports of hangs contain, made again by hand from the figures in them: files by name, and the right answer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

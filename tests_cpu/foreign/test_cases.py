@@ -1,7 +1,5 @@
 """What other tools left of hangs in public reports gets the right ranks and call, and is never certain and wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Readers of foreign evidence: forms of one fact, several kinds together, and files by hostile hands."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

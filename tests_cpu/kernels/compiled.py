@@ -3,8 +3,6 @@
 python -m tests_cpu.kernels.compiled     # writes the table that the tests compare with, for the Triton that is installed
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

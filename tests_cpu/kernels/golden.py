@@ -9,8 +9,6 @@ means, do not overlap and are as long as the selected ones (l = d = l'), and all
 differs. Run this by hand, as CI does not install the packages.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ TRITON_INTERPRET=1 python -m tests_cpu.kernels.interpreted SEED NAME...
 More than 400 lines, as one process runs all checks: importing torch and Triton takes seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random as numbers
 import sys

@@ -1,7 +1,5 @@
 """Half-precision inputs of which q k^T is beyond float16's range, exact in float32, and the attention to them in float64."""
 
-from __future__ import annotations
-
 import torch
 
 from nsa import reference_attention

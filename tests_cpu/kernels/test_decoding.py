@@ -1,7 +1,5 @@
 """Decoding with a cache equals the full forward: to 1e-10 in float64, 2e-5 in float32."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

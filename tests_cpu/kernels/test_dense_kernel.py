@@ -1,7 +1,5 @@
 """Which of torch's attention kernels serves dense attention: cuDNN's first from Hopper on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

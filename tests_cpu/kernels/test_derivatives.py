@@ -1,7 +1,5 @@
 """Forward mode, `torch.func` and second derivatives through our operators: the right values, or an error with a way out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

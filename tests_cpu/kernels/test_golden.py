@@ -1,7 +1,5 @@
 """Agreement with peers: fla's reference functions and lucidrains' window, as `golden.py` recorded them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The GPU benchmarks run to their end where there is no GPU: in Triton's interpreter, on a tiny shape."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -46,18 +44,9 @@ def test_tile_sizes_are_tried_and_merged(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
     table.write_text('{"sm_80": {"sliding 64/64 2": [128, 64, 4, 2]}}')
     done = run(
-        "benchmarks/tune_gpu.py",
-        "--json",
-        str(table),
-        "--length",
-        "40",
-        "--rounds",
-        "1",
-        "--kernels",
-        "importance",
-        "--minutes",
-        "0.3",
-    )
+        "benchmarks/tune_gpu.py", "--json", str(table), "--length", "40", "--rounds", "1", "--kernels", "importance",
+        "--minutes", "0.3",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(table.read_text())
     assert found["sm_80"] == {"sliding 64/64 2": [128, 64, 4, 2]}

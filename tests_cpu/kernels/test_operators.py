@@ -1,7 +1,5 @@
 """The operators inside PyTorch: compile, activation checkpointing, autocast, export, opcheck, the autograd graph's size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

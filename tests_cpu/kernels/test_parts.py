@@ -1,7 +1,5 @@
 """The compression alone, and how far a NaN reaches."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Every Triton kernel compiles for an A100 and an H100 where there is none, fits them, and needs what it needed before."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -258,7 +256,6 @@ def test_a_pack_of_one_long_document_and_many_short_ones_has_room_for_its_own_bl
     selection = selection_schedule.Selection(64, 16, 128)
     (at,) = seqs.ranges
     assert at.rooms == 128 + 1 + 256 * 2
-    assert at.table is not None
     assert at.table[:, 7].tolist() == [0, *range(129, 129 + 2 * 256, 2)]
     picks = torch.empty(seqs.tokens, 2, 16, dtype=torch.int32)
     room = selection_schedule._room(picks, at, selection, 256)

@@ -1,7 +1,5 @@
 """The Triton kernels against float64, in Triton's interpreter: no GPU is needed."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

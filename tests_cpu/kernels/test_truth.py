@@ -1,7 +1,5 @@
 """The cpu backend's branches against float64 by the equations: forward, every gradient, fresh random shapes and numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

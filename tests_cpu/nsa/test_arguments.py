@@ -1,7 +1,5 @@
 """Arguments of the layer and of the function that do not fit: one line that names the argument, or what was meant is done."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

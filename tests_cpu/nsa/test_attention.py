@@ -1,7 +1,5 @@
 """The three branches against loops over positions and heads that are written from the equations, in float64."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys
@@ -84,14 +82,9 @@ def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -
     """flash-attn's own window convention is written out: keys from i - left to i + right, on [B, S, H, D]."""
 
     def flash_attn_func(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        softmax_scale: float,
-        causal: bool,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool,
         window_size: tuple[int, int],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         assert causal
         i = torch.arange(q.shape[1])
         back = i[:, None] - i[None, :]
@@ -208,7 +201,6 @@ def test_learnable_compression_is_trained() -> None:
     module(torch.randn(1, 64, 32, dtype=torch.float64)).square().sum().backward()
     for name, parameter in module.named_parameters():
         if name.startswith("compress"):
-            assert parameter.grad is not None
             assert parameter.grad.abs().max() > 0, name
 
 

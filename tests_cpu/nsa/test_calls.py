@@ -1,7 +1,5 @@
 """Which calls of torch are recorded, and what a record of a collective says of its payload: how many rows go to each rank."""
 
-from __future__ import annotations
-
 import _thread
 import queue
 import threading

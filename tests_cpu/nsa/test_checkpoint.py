@@ -3,8 +3,6 @@
 More than 400 lines: one subject, with helpers that train and damage for all of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -178,7 +176,6 @@ def test_another_parallelism_and_another_number_of_ranks(
     save(config, ranks, folder, trainer, position)
     torch.distributed.barrier()
     found = find(folder, "auto")
-    assert found is not None
     assert describe(found).position.samples == 3 * 2 * 2
     random = torch.get_rng_state()
     other = {"fsdp": "ddp", "ddp": "fsdp"}[saved_by]
@@ -366,7 +363,6 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tm
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = warm.popen(*launcher, *command, "--out", str(tmp_path / "run"), cwd=ROOT, nursery=True, **pipes)
-    assert run.stdout is not None
     for line in run.stdout:
         if "step 3/" in line:
             break
@@ -378,7 +374,6 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tm
     assert (described.step, described.world_size, described.position.samples) == (step, 2, 4 * step)
     resumed = (*command[:-2], "--resume", "auto", "--out", str(tmp_path / "run"))
     alone = warm.popen(*resumed, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)
-    assert alone.stdout is not None
     first = next(line for line in alone.stdout if "] step " in line)
     assert first.startswith(f"[train] step {step + 1}/")
     os.killpg(alone.pid, signal.SIGTERM)
@@ -407,7 +402,6 @@ def test_a_resumed_run_waits_for_ranks_that_still_write(
     out = tmp_path / "run"
     command = ("-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--out", str(out), "--steps", "1000000")
     first = warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert first.stdout is not None
     assert next(line for line in first.stdout if "first batch" in line)
     train.wait_for_earlier_ranks(out, 0.1)
     assert f"process {first.pid} of an earlier start" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Every wrong setting is one line that names the value and the right form."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -79,10 +77,7 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model:\n  dim: wide\n", "model.dim: must be a whole number, got 'wide'"),
         ("model:\n  n_heads: 5\n", "model.n_heads=5: must be a multiple of n_kv_heads=2"),
         ("model:\n  compress_block: 20\n", "model.compress_block=20: must be a multiple of compress_stride=16"),
-        (
-            "train:\n  seq_len: 16\n",
-            "train.seq_len=16: shorter than one compression block (model.compress_block=32)",
-        ),
+        ("train:\n  seq_len: 16\n", "train.seq_len=16: shorter than one compression block (model.compress_block=32)"),
         ("train:\n  steps: 0\n", "train.steps: must be at least 1, got '0'"),
         ("train:\n  lr: 1\n  lr: 2\n", "the key 'lr' is there twice"),
         ("train: {}\ntrain:\n  lr: 1\n", "the key 'train' is there twice"),
@@ -136,7 +131,6 @@ def test_a_binary_file_is_refused() -> None:
 def test_a_data_path_is_relative_to_its_yaml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     path = load_config(TINY).data.path
-    assert path is not None
     assert Path(path).samefile(ROOT / "examples" / "data" / "kjv.parquet")
 
 

@@ -1,7 +1,5 @@
 """The counters of the loops that a thread is in, by its frames."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

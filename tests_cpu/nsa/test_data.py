@@ -1,7 +1,5 @@
 """The real data path on small files of FineWeb-Edu's schema: order, packing, which rank gets what, resuming, and bad files."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -209,7 +207,6 @@ def test_made_sequences_are_the_same_for_any_number_of_ranks() -> None:
 def test_a_reader_that_is_killed_ends_the_training_with_its_name(warm: WarmPython, tmp_path: Path) -> None:
     command = ("-m", "nsa.train", "--config", str(TINY), "--dataset", str(SHIPPED), "--out", str(tmp_path))
     killed = warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert killed.stdout is not None
     for line in killed.stdout:
         if "step 1/" in line:
             break

@@ -1,7 +1,5 @@
 """B = 0 and S = 0: every parameter gets a gradient of zeros, so that DDP reduces it and no other rank waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a stack does not show of a stalled thread: the exception that it handles, and what its asyncio loop waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """nsa.hugging_face: what `generate` and `forward` do equals generation without a cache, or is refused. `nox -s hugging_face`."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The model's parameters, by name and number; recomputation changes no gradient."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A loss or a gradient that is NaN or infinite ends the run on all ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -18,7 +16,6 @@ from nsa.training.metrics import Metrics
 from nsa.training.parallel import RankInfo
 from nsa.training.statistics import GateStatistics
 from nsa.training.trainer import StepResult, Trainer
-from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 from pytest_nsa.report.curves import curves
 from tests_cpu.fsdp2 import that_run
@@ -52,7 +49,6 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
 
 
-@world_size(2)
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("how", ["nan", "gradient"])
 def test_one_rank_s_odd_loss_is_read_on_all(group: Group, rank_tmp_path: Path, how: str) -> None:

@@ -1,7 +1,5 @@
 """The same training with every parallelism: losses and gradients are those of one process, and a repetition has the same bits."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,6 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in trainer.module.named_parameters():
         gradient = parameter.grad
-        assert gradient is not None
         found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return found
 
@@ -87,7 +84,6 @@ WAYS: dict[str, list[tuple[str, int, bool, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("which", ["sample", pytest.param("rest", marks=pytest.mark.slow)])
-@world_size(2)
 @pytest.mark.timeout(170)
 def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: Path, which: str) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2)
@@ -111,7 +107,6 @@ SLOW_MODES = [
 
 
 @pytest.mark.parametrize("mode", SLOW_MODES)
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path, mode: str) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2)
@@ -125,7 +120,6 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     dist.barrier()
     again = Trainer(config, ranks, artifacts)
     found = find(artifacts / "checkpoints", "auto")
-    assert found is not None
     load(found, config, again.model, again.optimizer, group.rank)
     again.steps_done = 7
     rest, _ = train(config, ranks, artifacts, STEPS - 7, again, 7 * SAMPLES)
@@ -133,7 +127,6 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
 
 
 @needs_fsdp2
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_the_files_of_fsdp_have_its_name_and_the_dtypes_that_it_computes_in(group: Group, artifacts: Path) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2)

@@ -1,7 +1,5 @@
 """Text files and JSON lines as data: the same documents in the same order, from any part on; refused in one line."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import islice

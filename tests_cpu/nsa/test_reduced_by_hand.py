@@ -1,7 +1,5 @@
 """Which all-reduces are of a model's gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Secrets are masked, by the name of a variable or option and by the form of a value; and nothing else is masked."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -126,7 +124,6 @@ def test_env_json_of_a_session_and_of_a_training(
     monkeypatch.setenv("NCCL_X", f"https://u:{SECRET}@hub")
     monkeypatch.setenv("TORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass")
-    assert result.run is not None
     written = (result.run / "env.json").read_text()
     assert SECRET not in written
     assert json.loads(written)["variables"]["TORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"

@@ -1,7 +1,5 @@
 """Checkpoints that others may have made: what they claim is checked before anything is built, read for ever, or run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Looks at other threads' stacks: what they return, and that they do no harm."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

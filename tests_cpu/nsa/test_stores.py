@@ -1,7 +1,5 @@
 """What the tracers record of a store: the keys that the main thread waits for, and those that it looks for."""
 
-from __future__ import annotations
-
 import datetime
 import threading
 from pathlib import Path

@@ -1,10 +1,9 @@
 """What a training leaves agrees with docs/artifacts.md, file by file and field by field."""
 
-from __future__ import annotations
-
 import csv
 import ctypes
 import json
+import os
 import re
 import shutil
 import signal
@@ -51,10 +50,21 @@ def schemas() -> dict[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    arguments = ["--config", str(TINY), "--steps", "12", "--save-every", "6", "--out", str(folder / "out")]
-    variables = {"NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush"}
-    code, _, errors = warm.run_program("nsa.train", folder, arguments, 100, variables)
-    assert code == 0, errors
+    command = (
+        "-m",
+        "nsa.train",
+        "--config",
+        str(TINY),
+        "--steps",
+        "12",
+        "--save-every",
+        "6",
+        "--out",
+        str(folder / "out"),
+    )
+    variables = {**os.environ, "NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush"}
+    done = warm.call(*command, cwd=folder, env=variables)
+    assert done.returncode == 0, done.stderr
     return folder / "out"
 
 
@@ -99,10 +109,7 @@ def test_the_report_draws_the_curves(run: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (run / "report.html").read_text()
-    for title in (
-        "loss, nats a token, steps 1 to 12",
-        "mean gate, steps 1 to 10",
-    ):
+    for title in ("loss, nats a token, steps 1 to 12", "mean gate, steps 1 to 10"):
         assert f'aria-label="{title}' in page
     # Not of memory, of which there are two points: they would look like a trend.
     assert page.count("<polyline") == 1 + 3 + 2

@@ -1,7 +1,5 @@
 """Attention that torch's tensor parallelism has split by heads equals the whole layer, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,7 +9,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from nsa import NSAAttention
 from nsa.config import ModelConfig
 from nsa.model.attention import DenseAttention
-from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 
 SHAPE = ModelConfig(
@@ -25,7 +22,6 @@ BY_COLUMNS = {
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
-@world_size(2)
 def test_heads_follow_from_what_a_projection_returns(group: Group, kind: str) -> None:
     def make() -> torch.nn.Module:
         torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Threads: what they raise is recorded, and, of a future, that somebody asked; which ones would keep a process from ending."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import multiprocessing

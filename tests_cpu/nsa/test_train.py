@@ -1,7 +1,5 @@
 """``python -m nsa.train`` as a user runs it: the lines that it prints, its files, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -39,7 +37,9 @@ def run(warm: WarmPython) -> Run:
     """Return a function that runs the program in one process: exit code, output and errors."""
 
     def start(*arguments: str, **variables: str) -> tuple[int, str, str]:
-        return warm.run_program("nsa.train", ROOT, ["--config", TINY, *arguments], 150, variables)
+        environment = {**os.environ, **variables}
+        done = warm.call("-m", "nsa.train", "--config", TINY, *arguments, cwd=ROOT, env=environment, timeout=150)
+        return done.returncode, done.stdout, done.stderr
 
     return start
 
@@ -110,19 +110,12 @@ def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: Warm
     (tmp_path / "train.py").write_text(PLANTED.format(body=DETACHED_ON_RANK_1.strip()))
     arguments = ("--ddp", "1", "--steps", "1", "--set", "parallel.find_unused_parameters=true", "--out", str(tmp_path))
     result = under_torchrun(
-        warm,
-        *arguments,
-        program=str(tmp_path / "train.py"),
-        NSA_TRACE_GRADS="1",
-        TORCH_BACKEND="gloo",
+        warm, *arguments, program=str(tmp_path / "train.py"), NSA_TRACE_GRADS="1", TORCH_BACKEND="gloo",
         PYTHONPATH=str(ROOT),
-    )
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     name = "blocks.4.attn.gate.fc2.weight"
-    of_rank_1 = [
-        "[rank 1] [GRAD-TRACE] after_backward_step1 arrived=194 missing=1",
-        f"[rank 1]   - MISSING: {name}",
-    ]
+    of_rank_1 = ["[rank 1] [GRAD-TRACE] after_backward_step1 arrived=194 missing=1", f"[rank 1]   - MISSING: {name}"]
     for text in (result.stdout, (tmp_path / "traces.log").read_text()):
         assert [line for line in text.splitlines() if line.startswith("[rank 1]")] == of_rank_1
         assert "[GRAD-TRACE] after_backward_step1 arrived=195 missing=0\n" in text
@@ -145,12 +138,9 @@ def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: Warm
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CONFIG", raising=False)
     assert train.main(arguments) == 2
@@ -184,7 +174,6 @@ def test_ranks_that_would_train_apart_are_refused(
 def test_a_folder_that_another_run_writes_to_is_refused(warm: WarmPython, tmp_path: Path, run: Run) -> None:
     command = ("-m", "nsa.train", "--config", TINY, "--out", str(tmp_path), "--steps")
     first = warm.popen(*command, "10000", cwd=ROOT, stdout=subprocess.PIPE)
-    assert first.stdout is not None
     assert next(line for line in first.stdout if "first batch" in line)
     code, _, errors = run("--out", str(tmp_path), "--steps", "1")
     first.kill()
@@ -269,8 +258,6 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, run:
 def test_output_that_nobody_reads_ends_the_training_in_one_line(tmp_path: Path, warm: WarmPython) -> None:
     command = ("-m", "nsa.train", "--config", TINY, "--steps", "2", "--out", str(tmp_path))
     with warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as training:
-        assert training.stdout is not None
-        assert training.stderr is not None
         training.stdout.close()
         errors = training.stderr.read()
     assert training.returncode == 130, errors

@@ -1,7 +1,5 @@
 """Lifetimes, exceptions, hooks and random numbers of a program are the same with tracers and without."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which factors a failure needs: elimination over rows that fail and pass, and pairs of rows that differ in one alone."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Verdicts to decision: what rows that fail and pass show of the factors that a failure needs, in the words of the seeds' tree."""
 
-from __future__ import annotations
-
 import itertools
 import linecache
 from collections import Counter
@@ -172,15 +170,10 @@ def decide(verdicts: Verdicts) -> Decision:
         actions.append(f"another fault, {ends}: {way.action}")
     name, first = _telling(run, faults[0].failed) if faults else surest(failed)
     return Decision(
-        sentence=sentence(verdicts, failed, name, first),
-        action="; ".join(actions),
-        path=tuple(path),
-        confidence=min(first.confidence, ways[0].confidence) if ways else first.confidence,
-        tree=TREE,
-        taken=ways[0].exit if ways else "",
-        factors=_table(run, faults),
-        **judged,
-    )
+        sentence=sentence(verdicts, failed, name, first), action="; ".join(actions), path=tuple(path),
+        confidence=min(first.confidence, ways[0].confidence) if ways else first.confidence, tree=TREE,
+        taken=ways[0].exit if ways else "", factors=_table(run, faults), **judged,
+    )  # fmt: skip
 
 
 class Way(NamedTuple):

@@ -1,7 +1,5 @@
 """Rows of the plan as sets of factors: properties that a failure may need, read from what a row sets, never from its name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """``--plan-follow``: run the row that the last run's decision names next, and decide over both runs."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether a run of the plan shows that the model is ready for production, and by which criteria."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

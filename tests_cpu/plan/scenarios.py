@@ -1,7 +1,5 @@
 """The plan's scenarios as one table that the CPU and the GPU suite share; `running` runs one."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass, field
@@ -83,12 +81,7 @@ GPU = Size(config=PRODUCTION, timeout=300, is_real=True, on_gpu=True)
 
 GPU_MEMORY = "12GiB"  # two ranks of the 125M model with one sequence each, CUDA contexts included
 
-ALL_TRACES = {
-    "trace.grads": True,
-    "trace.module_bwd": True,
-    "trace.ddp_buckets": True,
-    "trace.mem_dump_every": 1,
-}
+ALL_TRACES = {"trace.grads": True, "trace.module_bwd": True, "trace.ddp_buckets": True, "trace.mem_dump_every": 1}
 TWO_TRACES = {"trace.grads": True, "trace.module_bwd": True}
 
 SEEDS: tuple[Scenario, ...] = (

@@ -1,7 +1,5 @@
 """The plan's decision over verdicts: a pure function, so its tests are tables of (rows with results, decision)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace

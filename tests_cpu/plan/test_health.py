@@ -1,7 +1,5 @@
 """What the plan counts as a leak, and as a gradient that is off, on made-up figures."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -3,8 +3,6 @@
 ``--phases 1-5`` runs only these phases, ``--real-sizes`` all at production's size, ``--plan-ranks 4`` on four ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +27,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_scenario(
-    row: Scenario,
-    group: Group,
-    artifacts: Path,
-    fault: str | None,
-    branch: str | None,
-    gc_range: LayerRange | None,
+    row: Scenario, group: Group, artifacts: Path, fault: str | None, branch: str | None, gc_range: LayerRange | None,
     pytestconfig: pytest.Config,
-) -> None:
+) -> None:  # fmt: skip
     culprit = pytestconfig.getoption("--fault-rank")
     run(row, get_size(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))

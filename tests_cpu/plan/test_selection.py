@@ -1,7 +1,5 @@
 """How scenarios are chosen on the command line: by the plan's names, and by phase."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

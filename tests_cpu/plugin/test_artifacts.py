@@ -1,7 +1,5 @@
 """Folders and files of a run, also on a disk that is read-only, full or fills up, or with a limit on files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -67,7 +65,6 @@ def limit():
     return math.inf
 
 @check_divergence
-@world_size(2)
 def test_a(ddp, limit, record_property):
     assert limit == math.inf
     record_property("loss", math.nan)
@@ -95,7 +92,6 @@ def test_a_run_leaves_what_the_plan_names(pytester: pytest.Pytester) -> None:
     source = """
 @scenario("one")
 @trace_kinds("grads", "ddp_buckets")
-@world_size(2)
 def test_a(ddp, trace):
     model = ddp.wrap(torch.nn.Linear(2, 2))
     with trace(model):
@@ -112,7 +108,6 @@ def test_b(group, trace):
 
 @scenario("three")
 @pytest.mark.xfail
-@world_size(2)
 def test_c(group): assert group.rank == 2
 """
     result = run_example(pytester, source, "--ranks-artifacts", "evidence")
@@ -143,13 +138,11 @@ def test_no_control_character_and_no_markup_of_a_test_s_reaches_the_reports(
         pytester,
         f"""
 @pytest.mark.parametrize("x", ["{hostile}"], ids=["<b>a|b</b>"])
-@world_size(2)
 def test_it(group, x):
     print(x)
     raise ValueError(x)
 """,
     )
-    assert result.run is not None
     summary, page = ((result.run / name).read_text() for name in ("SUMMARY.md", "report.html"))
     for text in (result.stdout, summary, page):
         assert "\x1b]0;" not in text.replace("\\x1b", "")
@@ -206,7 +199,6 @@ def test_git_ignores_only_a_folder_that_was_empty_and_no_other_user_reads_a_run(
     assert not (pytester.path / "mine" / ".gitignore").exists()
     assert (pytester.path / "mine" / "latest" / ".gitignore").read_text() == "*\n"
     result = run_example(pytester, source)
-    assert result.run is not None
     assert stat.S_IMODE(result.run.stat().st_mode) == 0o700
     assert (pytester.path / "artifacts" / ".gitignore").read_text() == "*\n"
 
@@ -220,7 +212,6 @@ def test_what_c_has_printed_is_kept_when_the_rank_is_killed(
     source = """
 import ctypes
 
-@world_size(2)
 def test_killed(group):
     if group.rank == 1:
         ctypes.CDLL(None).printf(b"NCCL INFO from C\\n")
@@ -245,7 +236,6 @@ def test_a(group, trace):
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1}
-    assert result.run is not None
     lines = (result.run / "parts" / "traces.log").read_text().splitlines()
     assert [line for line in lines if "[GRAD-TRACE]" in line or "MISSING" in line] == [
         "[GRAD-TRACE] after_backward_step1 arrived=2 missing=1",
@@ -266,7 +256,6 @@ SOURCE = (
     + """
 import errno, pathlib
 
-@world_size(2)
 def test_pass(group): dist.barrier()
 
 def test_fill():
@@ -276,10 +265,8 @@ def test_fill():
                 while True:
                     file.write(bytes(1 << 16))
 
-@world_size(2)
 def test_after(group): dist.barrier()
 
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_fail(group):
     assert group.rank == 0, "rank 1 is wrong"

@@ -1,7 +1,5 @@
 """Further runs of a failed test: on other values or variables (a bisection), and a second one that names where its ranks parted."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -28,7 +26,6 @@ def test_two_layers(group, gc_range):
     assert not {3, 8} & set(range(gc_range.start, gc_range.end))
 
 @gc_range("0:12")
-@world_size(2)
 def test_no_layer(group, gc_range):
     if group.rank == 1:
         os.kill(os.getpid(), 9)
@@ -50,7 +47,6 @@ def test_together(group, gc_range):
 def test_branches(group, branch):
     assert branch not in (None, "sel")
 
-@world_size(2)
 @pytest.mark.parametrize("rate", [0.5])
 @pytest.mark.parametrize("name", ["a"])
 def test_rate(group, rate, name):
@@ -105,13 +101,11 @@ def test_what_names_no_value_is_refused(given: str, pytester: pytest.Pytester) -
 TRAPPED = """
 import os
 
-@world_size(2)
 @rank_env(KIND="b", SET_BY_MARK="1")
 def test_needs_two(group):
     assert os.environ["SET_BY_MARK"] == "1"
     assert os.environ.get("FIRST") == "1" and os.environ.get("THIRD") == "x"
 
-@world_size(2)
 def test_needs_one(group):
     if os.environ.get("SECOND") != "1" and group.rank == 1:
         os.kill(os.getpid(), 9)
@@ -144,7 +138,6 @@ def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -
     assert reasons["test_helpless"] == "fails with each of FIRST, SECOND, THIRD, FOURTH, and with all (6 runs)"
     assert reasons["test_comes_and_goes"].startswith("it passes when it is run again as it is")
     assert reasons["test_they_exclude_each_other"] == "passes with SECOND=1; not with all at once (6 runs)"
-    assert result.run is not None
     # What was tried is in no list.
     assert len({line["folder"] for line in read_lines(result.run / "verdicts.jsonl")}) == 5
     before = (result.run / "SUMMARY.md").read_text()
@@ -192,7 +185,6 @@ def get_line(result: ExampleResult, folder: Path) -> int:
 
 
 def second_runs(result: ExampleResult) -> list[Path]:
-    assert result.run is not None
     return sorted(result.run.glob("*/bisect-flow"))
 
 
@@ -219,7 +211,6 @@ def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pyteste
 def test_a_failure_that_does_not_come_again_stays_one(pytester: pytest.Pytester) -> None:
     source = """
         import os
-        @world_size(2)
         def test_it(group):
             was = os.path.exists("was_here")
             dist.barrier()
@@ -236,42 +227,34 @@ def test_a_failure_that_does_not_come_again_stays_one(pytester: pytest.Pytester)
     assert result.outcomes == {"failed": 1}
 
 
+RAISES = """
+    @pytest.mark.parametrize("number", range(6))
+    def test_it(group, number):
+        if group.rank:
+            raise RuntimeError(number)
+        dist.barrier()
+"""
+ALIKE = "def test_it(group): assert group.world_size == 3"
+
+
 @pytest.mark.parametrize(
-    ("mark", "options"),
-    [("@rerun(False)", AGAIN), ("", ("--ranks-rerun", "off")), ("", (*AGAIN, "--pdb"))],
-    ids=["mark", "option", "pdb"],
+    ("source", "options", "runs"),
+    [
+        (PARTS.replace("@world_size(3)", "@world_size(3)\n    @rerun(False)"), AGAIN, 0),
+        (PARTS, ("--ranks-rerun", "off"), 0),
+        (PARTS, (*AGAIN, "--pdb"), 0),
+        (RAISES, AGAIN, 5),
+        (ALIKE, AGAIN, 0),
+    ],
+    ids=["mark", "option", "pdb", "the first five of a session", "alike on all ranks"],
 )
-def test_a_test_that_must_run_once_does(mark: str, options: tuple[str, ...], pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, PARTS.replace("@world_size(3)", f"@world_size(3)\n    {mark}"), *options)
-    assert result.verdicts["test_it"].outcome == "HANG"
-    assert second_runs(result) == []
+def test_how_many_tests_run_again(source: str, options: tuple[str, ...], runs: int, pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, source, *options)
+    assert all(verdict.failed for verdict in result.verdicts.values())
+    assert len(second_runs(result)) == runs
 
 
-def test_five_tests_of_a_session_run_again(pytester: pytest.Pytester) -> None:
-    source = """
-        @pytest.mark.parametrize("number", range(6))
-        @world_size(2)
-        def test_it(group, number):
-            if group.rank:
-                raise RuntimeError(number)
-            dist.barrier()
-    """
-    assert len(second_runs(run_example(pytester, source, *AGAIN))) == 5
-
-
-def test_tests_that_fail_alike_on_all_ranks_do_not_run_again(pytester: pytest.Pytester) -> None:
-    source = """
-        @world_size(2)
-        def test_it(group):
-            assert group.world_size == 3
-    """
-    assert second_runs(run_example(pytester, source, *AGAIN)) == []
-
-
-def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_otherwise(
-    pytester: pytest.Pytester,
-) -> None:
-    source = """
+DRIFTS = """
         @world_size(3)
         @check_divergence
         def test_it(ddp):
@@ -287,21 +270,9 @@ def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_oth
                     with torch.no_grad():
                         model.module.weight.mul_(scale)
                 optimizer.step()
-    """
-    result = run_example(pytester, source, *AGAIN)
-    verdict = result.verdicts["test_it"]
-    found = verdict.first_divergence
-    assert (verdict.cause, verdict.ranks) == ("silent_divergence", (1,))
-    line = get_line(result, pytester.path)
-    assert found["where"] in (f"test_example.py:{line} in test_it", f"test_example.py:{line - 1} in test_it")
-    assert sorted(found["outcomes"].values()) == [[0, 2], [1]]
-
-
-def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -> None:
-    source = """
-        from pytest_nsa import check_divergence
+"""
+LOADS = """
         @check_divergence
-        @world_size(2)
         def test_it(ddp):
             model = ddp.wrap(torch.nn.Linear(4, 2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -311,10 +282,20 @@ def test_two_ranks_of_which_one_loads_other_weights(pytester: pytest.Pytester) -
                 optimizer.zero_grad()
                 if step == 1 and ddp.rank == 0:  # HERE
                     model.module.load_state_dict({k: v / 2 for k, v in model.module.state_dict().items()})
-    """
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "above", "sides"), [(DRIFTS, (1,), (0, 1), [[0, 2], [1]]), (LOADS, (0, 1), (0,), [[0], [1]])]
+)
+def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_otherwise(
+    source: str, ranks: tuple[int, ...], above: tuple[int, ...], sides: list[list[int]], pytester: pytest.Pytester
+) -> None:
     result = run_example(pytester, source, *AGAIN)
     verdict = result.verdicts["test_it"]
+    assert (verdict.cause, verdict.ranks) == ("silent_divergence", ranks)
     line = get_line(result, pytester.path)
-    assert (verdict.cause, verdict.ranks) == ("silent_divergence", (0, 1))
-    assert verdict.first_divergence["where"] == f"test_example.py:{line} in test_it"
-    assert f"{line} | if step == 1 and ddp.rank == 0:" in result.stdout
+    found = verdict.first_divergence
+    assert found["where"] in [f"test_example.py:{line - n} in test_it" for n in above]
+    assert sorted(found["outcomes"].values()) == sides
+    assert f" | {found['statement']}" in result.stdout

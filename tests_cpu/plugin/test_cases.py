@@ -1,7 +1,5 @@
 """Other people's kinds of tests on ranks: unittest.TestCase, groups that a test makes itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_nsa.testing import run_example
@@ -77,7 +75,6 @@ def test_makes_its_own():
     assert value.item() == 2
     dist.destroy_process_group()
 
-@world_size(2)
 def test_makes_another(group):
     dist.destroy_process_group()
     dist.init_process_group("gloo")

@@ -1,7 +1,5 @@
 """Runs beside each other: what was planted in the second is found, and between equal runs nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,14 +14,12 @@ from pytest_nsa.testing import HEADER, run_folder
 
 # Steps that wait for a clock, so that they take as long on a busy machine; LOST and OTHER plant the changes.
 SOURCE = """
-@world_size(2)
 def test_steady(ddp):
     model = ddp.wrap(torch.nn.Linear(4, 4))
     for _ in range(14):
         model(torch.ones(2, 4)).sum().backward()
         time.sleep(0.05)
 
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_fails(ddp):
     model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
@@ -31,14 +27,12 @@ def test_fails(ddp):
     layer.weight.register_hook(lambda grad: threading.Event().wait() if ddp.rank else None)
     model(torch.ones(2, 4)).sum().backward()
 
-@world_size(2)
 def test_cause(group):
     if group.rank == 1:
         if os.environ.get("OTHER"): os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("the usual")
     dist.barrier()
 
-@world_size(2)
 def test_records(group, record_property): record_property("accuracy", 0.5)
 """
 
@@ -49,7 +43,6 @@ def a_run(folder: Path, **variables: str) -> Path:
         for name, value in variables.items():
             patch.setenv(name, value)
         result = run_folder(folder, "-o", "ranks_hang_after=2")
-    assert result.run is not None
     return result.run
 
 
@@ -150,10 +143,8 @@ def test_what_counts_as_worse() -> None:
 
 
 HEAVY = """
-@world_size(2)
 def test_first(ddp): ddp.wrap(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
 
-@world_size(2)
 @pytest.mark.parametrize("repeat", range(2))
 def test_memory(group, repeat):
     held = bytearray((40 + int(os.environ.get("MORE", "0"))) << 20)
@@ -180,7 +171,6 @@ def test_memory_is_compared_by_what_a_rank_added(tmp_path: Path) -> None:
             patch.setenv("MORE", more)
             result = run_folder(folder, launch, "--ranks-keep", "all")
         assert result.outcomes == {"passed": 3}
-        assert result.run is not None
         runs[name] = result.run
     peaks = [v.figures["peak_mib"] for name in ("a", "b") for v in read_verdicts(runs[name]) if "memory" in v.nodeid]
     assert max(peaks) - min(peaks) > 150  # which would be worse, were it the test's

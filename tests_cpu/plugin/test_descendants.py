@@ -3,8 +3,6 @@
 One that is healthy does not notice that its processes are followed, whatever it replaces or compares.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -356,7 +354,6 @@ def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
     assert "1 failed" in done.stdout
     assert alive(folder) == []
     failure = ET.parse(folder / "junit.xml").find(".//failure")
-    assert failure is not None
     assert failure.get("message", "").startswith("HANG: rank 1 of 2, skipped_collective")
     assert "from pytest-timeout" in (failure.text or ""), "what pytest-timeout says stays below the verdict"
     assert ET.parse(folder / "junit.xml").find(".//property[@name='nsa.verdict']") is not None
@@ -366,7 +363,6 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
     (folder / "raises.py").write_text(RAISES_SCRIPT.replace("beyond tolerance", "beyond tolerance token=urltoken55"))
     done = run(warm, folder, RAISES, "-o", "ranks_mask_output=true")
     failure = ET.parse(folder / "junit.xml").find(".//failure")
-    assert failure is not None
     assert failure.get("message", "").startswith("FAIL: rank 1 of 2, rank_exception"), done.stdout
     for text in ("beyond tolerance", f"raises.py:{get_line(RAISES_SCRIPT, 'HERE')}", "assert done.returncode == 0"):
         assert text in (failure.text or "")
@@ -415,8 +411,7 @@ def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: P
 
 
 @pytest.mark.parametrize(
-    ("source", "fails"),
-    [(MANAGER, "true"), (AT_EXIT, "false"), slow(UPLOADS, "false", id="moves data")],
+    ("source", "fails"), [(MANAGER, "true"), (AT_EXIT, "false"), slow(UPLOADS, "false", id="moves data")]
 )
 def test_what_ends_at_exit_or_is_at_work_keeps_no_session_from_ending(folder: Path, source: str, fails: str) -> None:
     done = run_cold(folder, source, "-o", f"ranks_left_fails={fails}")
@@ -432,7 +427,6 @@ def test_a_thread_that_keeps_a_session_from_ending_is_named_unless_it_computes(
     (folder / "test_it.py").write_text(THREAD.replace("FAULT", fault))
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command(), cwd=folder, env=environment(), **output) as session:
-        assert session.stderr is not None
         shown = next((line for line in session.stderr if "the session is over" in line), "")
         session.kill()
     assert shown.rstrip().endswith(f"test_it.py:{get_line(THREAD, line)} in {fault}") == bool(line)

@@ -1,7 +1,5 @@
 """The built wheel in a user's repository, and the README's first example: the user's tests, our verdict."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """pytest's own features and third-party plugins do in ranks what they do elsewhere; snapshots that ranks would make are refused."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from pathlib import Path
@@ -16,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 
 @settings(max_examples=20)
 @given(x=st.lists(st.integers(0, 1000), max_size=20))
-@world_size(2)
 def test_same_examples(group, artifacts, x):
     with (artifacts / f"examples{group.rank}").open("a") as file:
         file.write(f"{x}\\n")
@@ -25,14 +22,12 @@ def test_same_examples(group, artifacts, x):
     assert total.item() == 2 * sum(x)
 
 @given(x=st.integers(0, 1000))
-@world_size(2)
 def test_one_rank_fails_and_shrinks(group, x):
     total = torch.tensor(float(x))
     dist.all_reduce(total)
     assert group.rank == 0 or x < 37
 
 @given(x=st.integers(0, 1000))
-@world_size(2)
 @pytest.mark.timeout(30)
 def test_one_rank_fails_before_a_collective(group, x):
     assert group.rank == 0 or x < 37
@@ -87,7 +82,6 @@ def test_a_rerun_gets_fresh_ranks(pytester: pytest.Pytester, tmp_path: Path) -> 
     source = f"""
 from pathlib import Path
 @pytest.mark.flaky(reruns=3)
-@world_size(2)
 def test_it(group):
     dist.barrier()
     tries = Path({str(tmp_path / "tries")!r})
@@ -106,7 +100,6 @@ def test_randomly_gives_all_ranks_one_seed(pytester: pytest.Pytester, arguments:
     source = """
 import random
 @pytest.mark.parametrize("n", range(4))
-@world_size(2)
 def test_it(group, n):
     mine = torch.tensor([random.random(), torch.rand(()).item()], dtype=torch.float64)
     theirs = [torch.empty_like(mine) for _ in range(2)]
@@ -131,7 +124,6 @@ def module_wide(session_wide): return session_wide + "m"
 @pytest.fixture
 def doubled(request): return request.param * 2
 
-@world_size(2)
 @pytest.mark.parametrize("doubled", [1, 2], indirect=True)
 def test_fixtures(group, module_wide, doubled, monkeypatch, tmp_path, rank_tmp_path):
     assert module_wide in ("am", "bm") and doubled in (2, 4)
@@ -141,12 +133,10 @@ def test_fixtures(group, module_wide, doubled, monkeypatch, tmp_path, rank_tmp_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0", "rank1"]
     assert (tmp_path / f"rank{1 - group.rank}" / "mine").read_text() == str(1 - group.rank)
 
-@world_size(2)
 def test_logs(group, caplog, capsys):
     logging.getLogger("x").warning("logged by %d", group.rank)
     assert caplog.messages == [f"logged by {group.rank}"]
 
-@world_size(2)
 def test_capfd(group, capfd):
     os.write(1, b"to the descriptor")
     assert capfd.readouterr().out == "to the descriptor"
@@ -155,13 +145,11 @@ def test_capfd(group, capfd):
 def test_group_of_errors(group):
     raise ExceptionGroup("several", [ValueError("one"), TypeError("two")])
 
-@world_size(2)
 def test_warns(group):
     with pytest.warns(UserWarning, match="here"):
         warnings.warn("here")
     warnings.warn("seen by the user")
 
-@world_size(2)
 def test_setup_fails_on_one(group, broken): pass
 
 @pytest.fixture
@@ -177,11 +165,9 @@ def torn_down(group, artifacts):
     yield
     (artifacts / f"torn_down{group.rank}").touch()
 
-@world_size(2)
 def test_one_fails_and_both_are_torn_down(group, torn_down):
     assert group.rank == 0
 
-@world_size(2)
 def test_fail(group): pytest.fail("because", pytrace=False)
 
 @pytest.fixture
@@ -189,7 +175,6 @@ def breaks_in_teardown():
     yield
     raise RuntimeError("after the xfail")
 
-@world_size(2)
 def test_xfail_hides_no_broken_teardown(group, breaks_in_teardown): pytest.xfail("known")
 """
 
@@ -225,7 +210,6 @@ def on_host_only():
     assert "RANK" not in os.environ
     return os.getpid()
 
-@world_size(2)
 @pytest.mark.parametrize("n", range(2))
 def test_on_ranks(group, n, corpus, numbers, artifacts):
     assert numbers == {"a": [1, 2]}
@@ -237,7 +221,6 @@ def test_on_the_host(corpus, on_host_only):
 @host_fixture()
 def model(): return torch.nn.Linear(1, 1)
 
-@world_size(2)
 def test_unfit(group, model): pass
 """
 
@@ -246,7 +229,6 @@ def test_a_host_fixture_is_made_once_for_all_ranks_and_tests(pytester: pytest.Py
     result = run_example(pytester, HOSTED)
     assert result.outcomes == {"passed": 3, "errors": 1}
     assert "host_fixture 'model': its value must be a Path, or what JSON can hold" in result.stdout
-    assert result.run is not None
     assert len({path.read_text() for path in result.run.glob("*/seen*")}) == 1
 
 
@@ -254,7 +236,6 @@ def test_a_rank_s_lines_count_for_their_test_where_tests_are_measured_one_by_one
     pytester.makepyfile(library="def value():\n    return 2\n\ndef other():\n    return 3\n")
     source = """
     import library
-    @world_size(2)
     def test_ranked(group): assert library.value() == 2
     def test_plain(): assert library.other() == 3
     """
@@ -284,7 +265,6 @@ RANKED_AND_PLAIN = """
 @pytest.fixture
 def mine(snapshot): return snapshot
 
-@world_size(2)
 def test_ranked(group, mine): assert {"size": group.world_size} == mine
 
 def test_plain(snapshot): assert {"a": 1} == snapshot
@@ -326,10 +306,8 @@ def test_what_ranks_print_is_compared_in_a_test_without_ranks(pytester: pytest.P
 INLINE = """
 from inline_snapshot import snapshot
 
-@world_size(2)
 def test_ranked(group): assert 5 == snapshot()
 
-@world_size(2)
 def test_has_its_value(group): assert 2 == snapshot(2)
 
 def test_plain(): assert 6 == snapshot()

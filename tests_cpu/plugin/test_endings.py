@@ -2,8 +2,6 @@
 what was seen until then is on disk and `pytest-nsa diagnose` reports it; no process is left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -22,16 +20,13 @@ from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.system.procfs import list_children
 from pytest_nsa.testing import HEADER, read_result, run_example
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.leftovers import no_process_is_left
-from tests_cpu.plugin.sessions import start_session, wait_for
+from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
 from tests_cpu.warm import WarmPython
 
 TERM, HUP, QUIT, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT
 HANGS = """
-@world_size(2)
 def test_before(group): pass
 
-@world_size(2)
 def test_moment(group):
     open(f"moment{group.rank}", "w").close()
     if group.rank == 1:
@@ -39,7 +34,6 @@ def test_moment(group):
     dist.barrier()
 """
 BETWEEN = """
-@world_size(2)
 def test_before(group): pass
 
 def test_moment():
@@ -47,7 +41,6 @@ def test_moment():
     time.sleep(1000)
 """
 REPORTS = """
-@world_size(2)
 def test_before(group): pass
 """
 # The decision delays the reports.
@@ -201,7 +194,6 @@ def test_a_session_keeps_as_many_runs_as_the_setting_names(pytester: pytest.Pyte
     result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "-o", "ranks_artifacts_keep=3")
     assert result.outcomes == {"passed": 1}
     left = {path.name for path in root.iterdir() if not path.is_symlink() and path.is_dir()}
-    assert result.run is not None
     assert left == {result.run.name, *(made[n - 1].name for n in (5, 4, 1))}
 
 
@@ -231,14 +223,12 @@ def test_a_signal_under_torchrun_ends_all_processes_with_the_leader_s_reports(tm
 
 
 SLEEPS = """
-@world_size(2)
 def test_waits(group):
     if group.rank == 1:
         time.sleep(1000)
     dist.barrier()
 """
 MOVES = """
-@world_size(2)
 def test_waits(group):
     while True:
         dist.all_reduce(torch.ones(1))
@@ -346,7 +336,6 @@ def test_a_link_that_goes_down_is_the_transport(tmp_path: Path) -> None:
         + """
 import subprocess
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_reduces(group):
     dist.all_reduce(torch.ones(1))
@@ -364,18 +353,16 @@ def test_reduces(group):
     result = read_result(tmp_path, pytest.RunResult(done.returncode, done.stdout.splitlines(), [], 0))
     verdict = result.verdicts["test_reduces"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "transport_stuck", (0, 1))
-    assert "test_example.py:14" in verdict.where
+    assert "test_example.py:13" in verdict.where
     assert "bytes unsent" in verdict.explanation
 
 
 SENDERS = """
-@world_size(2)
 def test_by_itself(group):
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
-@world_size(2)
 def test_by_another_rank(group):
     pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
@@ -384,7 +371,6 @@ def test_by_another_rank(group):
         os.kill(pids[1], signal.SIGTERM)
     dist.barrier()
 
-@world_size(2)
 def test_by_a_process(group):
     if group.rank == 1:
         subprocess.run(["kill", "-KILL", str(os.getpid())])
@@ -393,7 +379,6 @@ def test_by_a_process(group):
 FILLS_MEMORY = """
 from pytest_nsa import world_size
 
-@world_size(2)
 def test_fills_memory(group):
     if group.rank == 1:
         [b"x" * (64 << 20) for _ in range(64)]

@@ -1,7 +1,5 @@
 """A failure on ranks for tools and pytest: its place, phase and text; its lines with labels, for GitHub too; pages of causes."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 
@@ -25,7 +23,6 @@ def test_broken_fixture(broken_on_one): pass
 @world_size(2)
 def test_missing_fixture(nowhere): pass
 
-@world_size(2)
 @pytest.mark.parametrize("n", [1])
 def test_fails(group, n):
     assert group.rank == 0  # THERE
@@ -34,11 +31,9 @@ def test_fails(group, n):
 def test_skips():
     pytest.skip("not here")  # SKIP
 
-@world_size(2)
 def test_lacks(group):
     pytest.importorskip("nothing_of_the_kind")  # LACK
 
-@world_size(2)
 def test_known(group):
     pytest.xfail("issue 12")  # KNOWN
 """
@@ -104,7 +99,6 @@ def test_a_failure_is_listed_once(pytester: pytest.Pytester) -> None:
 
 def test_what_ranks_record_is_in_the_junit_file_under_their_rank(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_records(group, record_property, record_testsuite_property, request):
     record_property("loss", 0.5)
     record_property("memory", 100 + group.rank)
@@ -116,7 +110,6 @@ def test_records(group, record_property, record_testsuite_property, request):
         result = run_example(pytester, source, "--junitxml=junit.xml", f"--ranks-launch={launch}")
         assert result.outcomes["passed"] == 1, result.stdout
         suite = ET.parse(pytester.path / "junit.xml").find("testsuite")
-        assert suite is not None
         of_the_suite = {p.get("name"): p.get("value") for p in suite.findall("properties/property")}
         assert of_the_suite == {"torch": "2", "device": "cpu:0", "rank1.device": "cpu:1"}
         of_the_test = {p.get("name"): p.get("value") for p in suite.findall("testcase/properties/property")}
@@ -137,10 +130,8 @@ def pytest_runtest_makereport(item, call):
 """
     pytester.makepyfile(checks=checks)
     source = """
-@world_size(2)
 def test_leaks(group): group.barrier()
 
-@world_size(2)
 @pytest.mark.xfail(strict=True)
 def test_passes_against_expectation(group): group.barrier()
 """
@@ -155,7 +146,6 @@ def test_passes_against_expectation(group): group.barrier()
 @pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest before 9 has no subtests")
 def test_each_subtest_is_at_its_line_and_has_its_description(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_parts(group, subtests):
     for i in range(3):
         with subtests.test(msg="part", i=i):
@@ -173,7 +163,6 @@ def test_parts(group, subtests):
 
 def test_pytest_exit_in_a_rank_ends_the_session(pytester: pytest.Pytester) -> None:
     source = """
-    @world_size(2)
     def test_exits(group):
         if group.rank == 1:
             pytest.exit("no data", returncode=7)
@@ -214,12 +203,10 @@ def test_exceptions_that_cannot_be_inherited_or_shown_have_their_verdict(pyteste
         lambda: subprocess.CalledProcessError(1, "make"), lambda: Frozen(3), lambda: Final("x"), lambda: WithReport("x"), asks
     ]
 
-    @world_size(2)
     @pytest.mark.parametrize("number", range(5))
     def test_raises(group, number):
         raise MAKERS[number]()
 
-    @world_size(2)
     @pytest.mark.xfail(raises=subprocess.CalledProcessError)
     def test_of_a_type(group):
         raise subprocess.CalledProcessError(1, "make")
@@ -245,7 +232,6 @@ def test_skips(group):
             mean(torch.ones(5))
     dist.barrier()
 
-@world_size(2)
 def test_asserts(group):
     assert group.rank > 5
 """

@@ -1,7 +1,5 @@
 """Real faults in tests on ranks: each is named in bounded time, nothing is left behind, and the next test passes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -10,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.testing import ExampleResult
-from tests_cpu.plugin.leftovers import no_process_is_left
 from tests_cpu.plugin.programs import differences, run_program
+from tests_cpu.plugin.sessions import no_process_is_left
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,6 @@ def test_traces_log_of_a_stall_has_what_the_tracer_could_not_print(faults: tuple
 
 
 def test_diagnose_gives_the_same_from_the_folder(faults: tuple[ExampleResult, Path]) -> None:
-    assert faults[0].run is not None
     done = subprocess.run(
         [sys.executable, "-m", "pytest_nsa", "diagnose", str(faults[0].run)], text=True, capture_output=True, timeout=60
     )

@@ -1,7 +1,5 @@
 """The rank fixtures on real groups: DDP, both FSDPs, traces; and the host's fixture ``launch``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +38,6 @@ def mean_gradients(num_ranks: int) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@world_size(2)
 def test_ddp_averages_gradients(ddp: DDP) -> None:
     model = ddp.wrap(Net())
     assert isinstance(model, DistributedDataParallel)
@@ -56,38 +53,23 @@ def without_hook(model: nn.Module) -> nn.Module:
 
 
 @world_size(3)
-def test_the_bucket_hook_changes_no_bit(ddp: DDP) -> None:
-    def gradients(model: nn.Module) -> list[torch.Tensor]:
-        model(batch(ddp.rank)).sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    watched = ddp.wrap(Net())
-    plain = without_hook(ddp.wrap(Net()))
-    first, second = gradients(watched), gradients(plain)
-    assert getattr(watched, "_nsa_bucket_hook", None) is not None
-    assert getattr(plain, "_nsa_bucket_hook", None) is None
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@world_size(3)
 @pytest.mark.parametrize("view", [False, True])
-def test_kept_gradients_change_no_bit_either(ddp: DDP, view: bool) -> None:
+def test_the_bucket_hook_changes_no_bit(ddp: DDP, view: bool) -> None:
     """Gradients that stay in the buckets between backwards are divided, not multiplied, by DDP itself."""
-
-    def gradients(model: nn.Module) -> list[torch.Tensor]:
-        for _ in range(3):
+    watched = ddp.wrap(Net(), gradient_as_bucket_view=view)
+    plain = without_hook(ddp.wrap(Net(), gradient_as_bucket_view=view))
+    for _ in range(3):
+        for model in (watched, plain):
             for p in model.parameters():
                 if p.grad is not None:
                     p.grad.zero_()
             model(batch(ddp.rank)).sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        pairs = list(zip(watched.parameters(), plain.parameters(), strict=True))
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert getattr(watched, "_nsa_bucket_hook", None) is not None
+    assert getattr(plain, "_nsa_bucket_hook", None) is None
 
-    watched = gradients(ddp.wrap(Net(), gradient_as_bucket_view=view))
-    plain = gradients(without_hook(ddp.wrap(Net(), gradient_as_bucket_view=view)))
-    assert all(torch.equal(a, b) for a, b in zip(watched, plain, strict=True))
 
-
-@world_size(2)
 def test_a_hook_of_the_users_takes_the_place_of_ours(ddp: DDP) -> None:
     model = ddp.wrap(Net())
     model(batch(ddp.rank)).sum().backward()
@@ -110,14 +92,12 @@ def test_a_hook_of_the_users_takes_the_place_of_ours(ddp: DDP) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@world_size(2)
 @static_graph
 def test_static_graph_reaches_ddp(ddp: DDP) -> None:
     model = ddp.wrap(Net())
     assert model.static_graph is True
 
 
-@world_size(2)
 @pytest.mark.parametrize("version", [1, 2])
 def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
     if version == 2 and not hasattr(torch.cpu.Stream, "record_event"):
@@ -134,7 +114,6 @@ def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
     torch.testing.assert_close(total, sum(g.square().sum() for g in mean_gradients(2)))
 
 
-@world_size(2)
 @trace_kinds("grads")
 def test_fsdp1_has_no_gradients_to_count(fsdp: FSDP, trace: Trace, caplog: pytest.LogCaptureFixture) -> None:
     model = fsdp.wrap(Net(), version=1)
@@ -146,7 +125,6 @@ def test_fsdp1_has_no_gradients_to_count(fsdp: FSDP, trace: Trace, caplog: pytes
         trace.missing_gradients()
 
 
-@world_size(2)
 @trace_kinds("grads", "module_bwd", "ddp_buckets")
 def test_trace_records_a_step(ddp: DDP, trace: Trace) -> None:
     model = ddp.wrap(Net())
@@ -168,7 +146,6 @@ def test_trace_names_what_is_missing(group: Group, trace: Trace) -> None:
         trace.modules_not_reached()
 
 
-@world_size(2)
 @branch("cmp", "sel", "win")
 @gc_range("0:6")
 def test_branch_and_range_are_the_marks(group: Group, branch: str, gc_range: LayerRange) -> None:

@@ -1,7 +1,5 @@
 """Hooks that a repository may implement, and how reports show their results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,11 +9,9 @@ from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_folder
 
 SOURCE = """
 @scenario("warm_up", reads_as="the link <between> nodes")
-@world_size(2)
 def test_fails(group):
     assert group.rank == 0
 
-@world_size(2)
 def test_passes(group):
     pass
 """
@@ -33,7 +29,6 @@ def pytest_nsa_decide(verdicts):
     )
     result = run_example(pytester, SOURCE)
     assert "Our plan: ['warm_up']." in result.stdout
-    assert result.run is not None
     summary = (result.run / "SUMMARY.md").read_text()
     assert summary.startswith("Our plan: ['warm_up'].")
     assert "**Call the network team.**" in summary
@@ -46,12 +41,6 @@ def pytest_nsa_decide(verdicts):
         "schema": 1, "sentence": "Our plan: ['warm_up'].", "action": "call the network team", "path": ["is it the link? yes"],
         "confidence": 1.0, "hypotheses": [], "readiness": "", "tree": [], "taken": "",
     }  # fmt: skip
-
-
-def test_without_one_the_surest_verdict_is_read_first(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, SOURCE)
-    assert "warm_up ends in FAIL (assertion) on rank 1" in result.stdout
-    assert "do the verdicts name one cause? yes: assertion" in (result.run / "SUMMARY.md").read_text()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +56,7 @@ def test_one_that_fails_costs_no_report(pytester: pytest.Pytester, body: str, me
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert f"pytest_nsa_decide failed: {message}" in result.stdout
     assert "warm_up ends in FAIL (assertion) on rank 1" in result.stdout
+    assert "do the verdicts name one cause? yes: assertion" in (result.run / "SUMMARY.md").read_text()
 
 
 DOWNSTREAM = """
@@ -76,7 +66,6 @@ class Own(torch.nn.Linear):
         return self
 
 @scenario("licence")
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_licence_goes(group, artifacts):
     if group.rank == 1:
@@ -84,11 +73,9 @@ def test_licence_goes(group, artifacts):
         time.sleep(1000)
     dist.barrier()
 
-@world_size(2)
 def test_its_variables(group):
     assert os.environ["SMALL_TRANSFORMER_CACHE"].endswith(f"cache-of-rank-{group.rank}")
 
-@world_size(2)
 def test_wraps_itself(ddp, fsdp):
     assert ddp.wrap(Own(2, 2)).wrapped_for == "ddp"
     assert fsdp.wrap(Own(2, 2)).wrapped_for == "fsdp"
@@ -99,7 +86,6 @@ def test_wraps_itself(ddp, fsdp):
 def test_of_no_scenario(): pass
 
 @fails_as("licence_lost")
-@world_size(2)
 @pytest.mark.timeout(20)
 def test_foreseen(group, artifacts):
     if group.rank == 0:
@@ -129,7 +115,6 @@ def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
     assert any(f.text == "the seat of rank 1 went to another job" and f.file == "licence1.txt" for f in lost.evidence)
     assert "The licence server failed, so nothing is known of the model." in hooked.stdout
     assert "scenario('license'): the plan's table has licence, one_step, soak" in hooked.stdout
-    assert hooked.run is not None
     assert "Not run, of the plan's scenarios: one_step, soak." in (hooked.run / "SUMMARY.md").read_text()
 
 
@@ -178,7 +163,6 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
         """
     )
     source = """
-    @world_size(2)
     def test_variables(group): pass
     """
     result = run_example(pytester, source)
@@ -193,7 +177,6 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
 def test_the_limit_does_not_count_the_start(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("import time\ndef pytest_nsa_environment(config, rank, world_size): time.sleep(4.5)")
     source = """
-    @world_size(2)
     @pytest.mark.timeout(8)
     def test_after_a_slow_start(group): time.sleep(4.5)
     """

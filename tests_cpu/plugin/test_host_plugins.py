@@ -1,7 +1,5 @@
 """Plugins that act on outcomes run on the host only, in every launch mode; fixtures of theirs work in ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -10,10 +8,7 @@ import pytest
 
 from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_example, start_pytest
 
-LAUNCHES = [
-    "auto",
-    *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("clean", "cold")),
-]
+LAUNCHES = ["auto", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("clean", "cold"))]
 ACTS = """
 import os
 from pathlib import Path
@@ -43,7 +38,6 @@ def pytest_configure(config):
     config.pluginmanager.register(Reporter())
 """
 RANKED_AND_PLAIN = """
-@world_size(2)
 def test_ranked(group): dist.barrier()
 
 def test_plain(): pass
@@ -110,7 +104,6 @@ def sees_outcome(request):
 def test_a_conftest_reports_on_the_host_and_prepares_every_rank(pytester: pytest.Pytester, mode: str) -> None:
     pytester.makeconftest(CONFTEST)
     source = """
-@world_size(2)
 def test_ranked(group, sees_outcome):
     dist.barrier()
     assert os.environ["PREPARED"] == "no"
@@ -178,25 +171,20 @@ def test_the_setting_takes_a_conftest_by_its_path(pytester: pytest.Pytester) -> 
 
 DEPENDENCY = """
 @pytest.mark.dependency()
-@world_size(2)
 def test_a(group): dist.barrier()
 
 @pytest.mark.dependency(depends=["test_a"])
-@world_size(2)
 def test_after_ranked(group): dist.barrier()
 
 @pytest.mark.dependency(depends=["test_a"])
 def test_plain_after_ranked(): pass
 
 @pytest.mark.dependency()
-@world_size(2)
 def test_fails(group): assert False
 
 @pytest.mark.dependency(depends=["test_fails"])
-@world_size(2)
 def test_skipped(group): dist.barrier()
 
-@world_size(2)
 def test_asks_by_itself(group, request):
     from pytest_dependency import depends
     depends(request, ["test_a"])
@@ -216,17 +204,13 @@ def test_a_test_depends_on_ranked_tests_and_ranked_tests_on_others(pytester: pyt
 
 
 OUTCOMES = """
-@world_size(2)
 def test_passes(group): dist.barrier()
 
-@world_size(2)
 def test_fails(group): assert group.rank == 0
 
 @pytest.mark.xfail(strict=True)
-@world_size(2)
 def test_foreseen(group): assert False
 
-@world_size(2)
 def test_skips(group): pytest.skip("planned")
 """
 EXPECTED = {"test_passes": "passed", "test_fails": "failed", "test_foreseen": "skipped", "test_skips": "skipped"}
@@ -235,7 +219,6 @@ EXPECTED = {"test_passes": "passed", "test_fails": "failed", "test_foreseen": "s
 STEPS = """
 import allure
 
-@world_size(2)
 def test_steps(group):
     allure.dynamic.title("on ranks")
     with allure.step(f"a step of rank {group.rank}"):
@@ -263,7 +246,6 @@ def test_plain():
         print(os.getpid(), file=file)
 
 @pytest.mark.forked
-@world_size(2)
 def test_ranked(group, artifacts): dist.barrier()
 
 def body(group): dist.barrier()
@@ -315,7 +297,6 @@ def test_first(request):
 
 def test_second(): pass
 
-@world_size(2)
 def test_ranks(group, request):
     dist.barrier()
     assert request.config.getoption("--kind") == "a"

@@ -1,7 +1,5 @@
 """GPUs and cores are lent to one test at a time: between xdist workers, between runs, and after a holder's death."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -38,7 +36,6 @@ def lease_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def notes(result: ExampleResult) -> list[dict[str, Any]]:
-    assert result.run is not None
     return [json.loads(path.read_text()) for path in result.run.glob("*/note0.json")]
 
 
@@ -91,7 +88,6 @@ def test_parts_fit_or_are_refused(tmp_path: Path) -> None:
     assert broker._take(1, False, "next", 2, 4) is None
     assert broker._take(1, False, "next") is None
     beside = broker._take(1, False, "next", 1, 4)
-    assert beside is not None
     beside.release()
     lease.release()
     assert broker._take(1, False, "next") is not None
@@ -130,7 +126,6 @@ time.sleep(1000)
 
 def start_holder(folder: Path, kind: str) -> subprocess.Popen[str]:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder), kind], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     return holder
 
@@ -144,7 +139,6 @@ def test_a_test_that_waits_names_the_holder_whose_death_frees_it(pytester: pytes
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, cwd=pytester.path,
     )  # fmt: skip
-    assert run.stdout is not None
     line = next(line for line in run.stdout if "waits for" in line)
     assert line.startswith("nsa: test_example.py::test_it waits for 2 of 4 gpus, ")
     assert line.endswith(f"held by a_long_test (process {holder.pid})\n")
@@ -171,14 +165,12 @@ def test_a_class_keeps_its_gpus_while_it_keeps_its_ranks(pytester: pytest.Pytest
 class TestShared:
     @pytest.mark.parametrize("n", [0, 1, pytest.param(2, marks=pytest.mark.skip)])
     @gpu(count=1)
-    @world_size(2)
     def test_it(self, group, n, artifacts):
         (artifacts / "pid").write_text(str(os.getpid()))
         note(artifacts, group, 0)
 
 @gpu(count=4)
 @cores(1)
-@world_size(2)
 def test_all(group):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert len(os.sched_getaffinity(0)) == 1

@@ -1,7 +1,5 @@
 """The marks as a user meets them: described, usable as decorators, refused at collection when wrong."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

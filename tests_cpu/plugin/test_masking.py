@@ -1,7 +1,5 @@
 """Secrets that ranks print, raise, name, run and are given: in no file of a run, and in none of the plugin's own lines."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -15,12 +13,9 @@ from pytest_nsa.testing import ExampleResult, run_example
 
 ARGUMENTS = ("argvtoken66", "argvpw67", "pwargv68")  # of child processes: masked in any case
 IN_SOURCE = (
-    "sk-LITERALLITERALLITERAL99",
-    "hf_SOURCELINESOURCELINE1234",
-    "AKIAABCDEFGHIJKLMNOP",
-    "AAAABBBBCCCCDDDD1111",
+    "sk-LITERALLITERALLITERAL99", "hf_SOURCELINESOURCELINE1234", "AKIAABCDEFGHIJKLMNOP", "AAAABBBBCCCCDDDD1111",
     "literalpw71",
-)
+)  # fmt: skip
 SAID = (
     "sk-PRINTEDPRINTEDPRINTED00", "hunter2print", "pw_in_url", "urltoken55", "warntoken88", "hf_THREADTHREADTHREAD12",
     "notetoken72",
@@ -36,13 +31,11 @@ import subprocess, warnings
 def connect(key, url):
     raise ConnectionError(f"cannot reach {url} with key={key} Authorization: Bearer AAAABBBBCCCCDDDD1111 and AKIAABCDEFGHIJKLMNOP")
 
-@world_size(2)
 def test_raises(group):
     print("printing sk-PRINTEDPRINTEDPRINTED00 password=hunter2print")
     connect(key="sk-LITERALLITERALLITERAL99", url="https://user:pw_in_url@host/x?token=urltoken55")
 
 @pytest.mark.timeout(8)
-@world_size(2)
 def test_hangs(group):
     key = group.rank  # a name, and no secret
     if key == 0:
@@ -50,7 +43,6 @@ def test_hangs(group):
     time.sleep(60) if "hf_SOURCELINESOURCELINE1234" != dict(password="literalpw71") else None
 
 @pytest.mark.timeout(8)
-@world_size(2)
 def test_waits_for_a_child(group):
     warnings.warn("warned token=warntoken88")
     left = threading.Thread(target=lambda: time.sleep(60), name="hf_THREADTHREADTHREAD12", daemon=True)
@@ -58,7 +50,6 @@ def test_waits_for_a_child(group):
     secrets = ["--token", "argvtoken66", "--password=argvpw67", "https://u:pwargv68@h/"]
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *secrets]).wait()
 
-@world_size(2)
 def test_leaves_a_child(group):
     subprocess.Popen(["sleep", "60", "--token", "argvtoken66"])
     error = ValueError("bad")
@@ -66,7 +57,6 @@ def test_leaves_a_child(group):
     raise error
 
 @pytest.mark.timeout(8)
-@world_size(2)
 def test_waits_for_a_key(group, record_property):
     record_property("access_token", "property" + "token73")
     store = dist.distributed_c10d._get_default_store()
@@ -75,7 +65,6 @@ def test_waits_for_a_key(group, record_property):
         store.get("of/token=store" + "token74")
     dist.barrier()
 
-@world_size(2)
 @pytest.mark.parametrize("given", ["sk-PARAMPARAMPARAMPARAM44", "sk-PARAMPARAMPARAMPARAM45"])
 def test_given(group, given):
     assert given == 1
@@ -91,7 +80,6 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: st
 
 
 def where(canaries: tuple[str, ...], result: ExampleResult) -> set[tuple[str, str]]:
-    assert result.run is not None
     files = [path for path in result.run.rglob("*") if path.is_file()]
     texts = {str(path.relative_to(result.run)): path.read_bytes().decode(errors="replace") for path in files}
     texts |= {f"the name {path.name}": path.name for path in result.run.rglob("*")}

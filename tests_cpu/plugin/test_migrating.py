@@ -1,7 +1,5 @@
 """The adapters: suites that start their own processes run on ranks, without a change of their tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_nsa.testing import run_example
@@ -90,25 +88,14 @@ def test_a_tensor_is_copied(tmp_path):
 
 def test_without_processes(): assert "RANK" not in os.environ
 
-@world_size(2)
 def test_on_ranks(group): dist.barrier()
 """
 
 
-def test_processes_of_torch_multiprocessing(pytester: pytest.Pytester) -> None:
-    # The programs fork beside the threads of numpy: from Python 3.12 on this warns.
-    quiet = ("-W", "ignore:This process:DeprecationWarning")
-    result = run_example(pytester, SPAWN, "-p", "pytest_nsa.adapters.spawn", "-o", "ranks_hang_after=1.5", *quiet)
-    assert result.outcomes == {"passed": 12, "failed": 2}, result.stdout
-    assert {name: v.ranks for name, v in result.verdicts.items() if v.failed} == {
-        "test_fails": (1,),
-        "test_waits": (0,),
-    }
-    assert "in waits" in result.verdicts["test_waits"].where
-
-
 # As torchsnapshot's: torch's launcher starts processes that import the test's module, and call the function below the decorator.
-LAUNCHER = """
+THEIR = {
+    "their_project/__init__.py": "",
+    "their_project/testing.py": """
 import functools, importlib, uuid
 import torch.distributed.launcher as pet
 
@@ -125,7 +112,8 @@ def run_with_pet(nproc):
             pet.elastic_launch(config, entrypoint=_entry)(function.__module__, function.__name__, args)
         return wrapper
     return decorate
-"""
+""",
+}
 LAUNCHED = """
 import torch.distributed.launcher as pet
 from their_project.testing import run_with_pet
@@ -256,15 +244,6 @@ class TestIt(unittest.TestCase):
 """
 
 
-def test_a_decorator_of_torch_s_launcher(pytester: pytest.Pytester) -> None:
-    pytester.mkpydir("their_project").joinpath("testing.py").write_text(LAUNCHER)
-    result = run_example(pytester, LAUNCHED, "-p", "pytest_nsa.adapters.elastic")
-    assert result.outcomes == {"passed": 2, "failed": 1}, result.stdout
-    verdict = result.verdicts["test_hangs"]
-    assert verdict.ranks == (0,)
-    assert "in test_hangs" in verdict.where
-
-
 # A copy of torch's base, as mmengine has it.
 COPIED = """
 import unittest
@@ -309,14 +288,8 @@ class TestDerived(TestReduces):
     def test_fails_on_one(self):
         self.assertEqual(self.rank, 0)
 """
-
-
-def test_a_copy_of_torch_s_base(pytester: pytest.Pytester) -> None:
-    pytester.mkpydir("their_project").joinpath("testing.py").write_text(COPIED)
-    result = run_example(pytester, CASES, "-p", "pytest_nsa.adapters.multiprocess_test_case")
-    assert result.outcomes == {"passed": 2, "failed": 1}, result.stdout
-    verdict = result.verdicts["TestDerived::test_fails_on_one"]
-    assert (verdict.cause, verdict.ranks) == ("assertion", (1,))
+COPY = {"their_project/__init__.py": "", "their_project/testing.py": COPIED}
+ON_ONE = "TestDerived::test_fails_on_one"
 
 
 def test_a_base_without_a_number_of_ranks_is_refused(pytester: pytest.Pytester) -> None:
@@ -326,23 +299,31 @@ def test_a_base_without_a_number_of_ranks_is_refused(pytester: pytest.Pytester) 
 
 
 @pytest.mark.parametrize(
-    ("adapter", "files", "tests", "outcomes"),
+    ("adapter", "files", "tests", "outcomes", "failed"),
     [
-        ("deepspeed", DEEPSPEED, DEEPSPEED_TESTS, {"passed": 6}),
-        ("streaming", STREAMING, STREAMING_TESTS, {"passed": 3, "skipped": 1}),
-        ("monai", MONAI, MONAI_TESTS, {"passed": 2, "failed": 1}),
+        ("spawn", {}, SPAWN, {"passed": 12, "failed": 2}, {"test_fails": (1, "raises"), "test_waits": (0, "waits")}),
+        ("elastic", THEIR, LAUNCHED, {"passed": 2, "failed": 1}, {"test_hangs": (0, "test_hangs")}),
+        ("multiprocess_test_case", COPY, CASES, {"passed": 2, "failed": 1}, {ON_ONE: (1, "test_fails_on_one")}),
+        ("deepspeed", DEEPSPEED, DEEPSPEED_TESTS, {"passed": 6}, {}),
+        ("streaming", STREAMING, STREAMING_TESTS, {"passed": 3, "skipped": 1}, {}),
+        ("monai", MONAI, MONAI_TESTS, {"passed": 2, "failed": 1}, {"TestIt::test_fails": (1, "test_fails")}),
     ],
 )
-def test_a_project_s_decorator_or_class(
-    adapter: str, files: dict[str, str], tests: str, outcomes: dict[str, int], pytester: pytest.Pytester
-) -> None:
+def test_the_tests_of_a_project_run_on_ranks(
+    adapter: str, files: dict[str, str], tests: str, outcomes: dict[str, int], failed: dict[str, tuple[int, str]],
+    pytester: pytest.Pytester,
+) -> None:  # fmt: skip
     for name, text in files.items():
         path = pytester.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    result = run_example(pytester, tests, "-p", f"pytest_nsa.adapters.{adapter}")
+    # Programs fork beside the threads of numpy: from Python 3.12 on this warns.
+    quiet = ("-W", "ignore:This process:DeprecationWarning", "-o", "ranks_hang_after=1.5")
+    result = run_example(pytester, tests, "-p", f"pytest_nsa.adapters.{adapter}", *quiet)
     assert result.outcomes == outcomes, result.stdout
-    assert len(result.verdicts) == tests.count("# on ranks")
+    found = {name: (*v.ranks, v.where.rpartition(" in ")[2]) for name, v in result.verdicts.items() if v.failed}
+    assert found == failed
+    assert "# on ranks" not in tests or len(result.verdicts) == tests.count("# on ranks")
 
 
 def test_the_adapter_of_monai_outside_of_its_repository(pytester: pytest.Pytester) -> None:

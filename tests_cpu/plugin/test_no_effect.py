@@ -1,7 +1,5 @@
 """A repository that never asks for ranks: its tests end as without the plugin, whatever names, files and options it has."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs that can start no ranks, by the machine, its torch, its system or a broken child; and a relative folder for evidence."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -15,11 +13,9 @@ from tests_cpu.warm import WarmPython
 
 SOURCE = """
 @scenario("first")
-@world_size(2)
 def test_a(group): pass
 
 @scenario("second")
-@world_size(2)
 def test_b(group): pass
 """
 BROKEN_IN_THE_CHILD = """
@@ -33,7 +29,6 @@ def test_that_no_ranks_could_be_started_is_the_decision(pytester: pytest.Pyteste
     pytester.makeconftest(BROKEN_IN_THE_CHILD)
     result = run_example(pytester, SOURCE, "--ranks-launch=clean")
     assert result.outcomes == {"failed": 2}
-    assert result.run is not None
     for verdict in result.verdicts.values():
         assert (verdict.cause, verdict.rule) == ("unknown", "engine.refused")
         assert "no licence for a second process" in verdict.explanation
@@ -69,7 +64,6 @@ TWO_TESTS = """
 import pytest
 from pytest_nsa import world_size
 
-@world_size(2)
 def test_on_ranks(group): pass
 
 def test_else(): pass
@@ -138,7 +132,6 @@ SIX_TESTS = """
 import pytest
 from pytest_nsa import cores, world_size
 
-@world_size(2)
 def test_on_ranks(group): pass
 
 @cores(1)

@@ -1,7 +1,5 @@
 """One folder has one verdict, in whatever way it is asked for: also where a repository's own rule gives it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -31,7 +29,6 @@ def pytest_nsa_causes(config):
     return [(SKEW, skewed)]
 """
 MARKED = """
-@world_size(2)
 def test_it(group):
     if group.rank == 1:
         raise RuntimeError("clock differs by 3 s")
@@ -99,7 +96,6 @@ def test_a_command_has_the_verdict_that_the_folder_records(
 
 
 def test_a_report_that_is_written_again_has_it(marked: ExampleResult, capsys: pytest.CaptureFixture[str]) -> None:
-    assert marked.run is not None
     (marked.run / "verdicts.jsonl").unlink()  # as of a session that was killed before it wrote its list
     (marked.run / "run.json").unlink()
     assert main(["report", str(marked.run)]) == 1

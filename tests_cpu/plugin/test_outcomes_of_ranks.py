@@ -1,7 +1,5 @@
 """Generated tests on two ranks, against plain pytest on the body of each rank: the worst rank decides, marks apply to the whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -142,7 +140,6 @@ def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: 
     result = run_example(
         pytester,
         """
-        @world_size(2)
         @pytest.mark.timeout(8)
         @pytest.mark.xfail(raises=ValueError)
         @pytest.mark.parametrize("waits", ["for nobody", "for the rank that raised"])
@@ -151,13 +148,11 @@ def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: 
                 raise ValueError
             threading.Event().wait() if waits == "for nobody" else dist.barrier()
 
-        @world_size(2)
         def test_leaves_alone(group):
             if group.rank == 0:
                 pytest.xfail("not on rank 0")
             dist.barrier()
 
-        @world_size(2)
         @fails_as("assertion")
         @pytest.mark.parametrize("other", ["passes", "dies", "fails in teardown"])
         def test_cause(group, other, request):
@@ -181,12 +176,10 @@ def test_pytest_exit_on_one_rank_hides_no_failure_of_another(pytester: pytest.Py
     result = run_example(
         pytester,
         """
-        @world_size(2)
         def test_it(group):
             if group.rank == 1:
                 pytest.exit("enough", returncode=0)
             assert False
-        @world_size(2)
         def test_later(group): pass
         """,
         "--junitxml=out.xml",

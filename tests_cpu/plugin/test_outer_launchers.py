@@ -3,8 +3,6 @@ no ranks of ours, each process runs them, nothing that fails is hidden, and a te
 native code.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -148,7 +146,6 @@ def test_later(group, n): dist.barrier()
 def test_what_a_process_waits_for_is_printed(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + "@world_size(2)\ndef test_it(group): pass\n")
     leader = start_slurm_task(warm, pytester.path, 0, free_port())
-    assert leader.stdout is not None
     found = next((line for line in leader.stdout if "waits for rank 1's process to collect its tests" in line), "")
     leader.kill()
     leader.communicate(timeout=30)

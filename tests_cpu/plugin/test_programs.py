@@ -1,7 +1,5 @@
 """Each test of the files in programs/ gets the verdict that stands behind its `def`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports. Tests without ranks have no overhead."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,10 +9,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pytest_nsa.testing import run_example
-from tests_cpu.plugin.leftovers import no_process_is_left
+from tests_cpu.plugin.sessions import no_process_is_left
 
 EVERYDAY = """
-@world_size(2)
 def test_pass(group, tmp_path, tmp_path_factory):
     (tmp_path / f"{group.rank}.txt").write_text("x")
     dist.barrier()
@@ -36,42 +33,34 @@ def test_default_is_two_ranks(group):
 def test_mark_alone():
     assert dist.get_world_size() == torch.get_num_threads() == 1
 
-@world_size(2)
 @pytest.mark.parametrize("x", [1, 2])
 def test_parametrized(group, x):
     assert x in (1, 2)
 
-@world_size(2)
 def test_all_skip(group):
     pytest.skip("not today")
 
-@world_size(2)
 def test_some_skip(group):
     if group.rank == 1:
         pytest.skip("only me")
 
 @pytest.mark.xfail(reason="known")
-@world_size(2)
 def test_xfail_mark(group): assert group.rank == 5
 
 @pytest.mark.filterwarnings("error")
-@world_size(2)
 def test_warning_is_an_error(group):
     import warnings
     warnings.warn("careful")
 
-@world_size(2)
 def test_warning_is_printed(group):
     import warnings
     warnings.warn("careful in ranks")
     assert group.rank == 9
 
-@world_size(2)
 def test_assertion_is_explained(group):
     found = {"rank": group.rank, "list": [1, 2, 3]}
     assert found["list"] == [1, 2, 4]
 
-@world_size(2)
 def test_output(group, capsys, record_property):
     print("captured")
     assert capsys.readouterr().out == "captured\\n"
@@ -83,7 +72,6 @@ class TestClass:
     @pytest.fixture
     def made(self, group): return group.rank * 10
 
-    @world_size(2)
     def test_method(self, made, group): assert made == 10 * group.rank
 
 def test_plain(): assert "RANK" not in os.environ
@@ -115,15 +103,12 @@ def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     cases = {c.get("name"): c for c in ElementTree.parse(pytester.path / "report.xml").iter("testcase")}
     properties = {p.get("name"): p.get("value") for p in cases["test_output"].iter("property")}
     assert properties["answer"] == "42"
-    assert properties["nsa.verdict"] is not None
     assert properties["nsa.verdict"].startswith("FAIL: rank 1 of 2, assertion")
 
 
 def test_only_failures_keep_their_folder(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_a(group): pass
-@world_size(2)
 def test_b(group, artifacts):
     (artifacts / f'{group.rank}.txt').write_text('x')
 @scenario('named')
@@ -132,7 +117,6 @@ def test_c(group): pass
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 3}
-    assert result.run is not None
     folders = {p.name for p in result.run.iterdir() if p.is_dir()}
     assert len(folders) == 2
     assert (result.run / "named" / "result.txt").read_text() == "PASS\n"
@@ -172,7 +156,6 @@ def pytest_collection_modifyitems():
 def test_a_thread_that_rests_is_no_obstacle(pytester: pytest.Pytester) -> None:
     source = """
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-@world_size(2)
 def test_a(group): dist.barrier()
 """
     result = run_example(pytester, source)
@@ -182,7 +165,6 @@ def test_a(group): dist.barrier()
 
 def test_a_zygote_that_dies_costs_one_test(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_a(group):
     import subprocess
     subprocess.Popen(["sleep", "1000"])
@@ -194,20 +176,17 @@ def test_a(group):
 @pytest.fixture
 def made(group): return group.rank
 
-@world_size(2)
 def test_b(group, made): assert made == group.rank
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert "the process that starts the ranks has ended" in result.verdicts["test_a"].reason
     no_process_is_left(pytester.path)
-    assert result.run is not None
     assert "test_a" in (result.run / "SUMMARY.md").read_text()
 
 
 def test_a_process_that_a_test_leaves_does_not_hold_the_session(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_a(group): pass
 
 def test_b():
@@ -250,12 +229,10 @@ LEAVES = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-@world_size(2)
 def test_leaves_a_thread(group):
     if group.rank == 1:
         threading.Thread(target=threading.Event().wait, name="uploader").start()
 
-@world_size(2)
 def test_leaves_idle_and_daemon_threads(group):
     pool = ThreadPoolExecutor(2)
     assert pool.submit(int, "1").result() == 1

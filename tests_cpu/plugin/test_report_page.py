@@ -1,7 +1,5 @@
 """report.html as its reader uses it: what is on top, what the pictures say, and, in a real browser, that its tools work."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -30,20 +28,17 @@ def test_one_of_many(group):
         if i == 2 and group.rank == 7:
             helper()
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_cycle(group):
     a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
     dist.all_reduce(torch.ones(1), group=a if group.rank else b)
 
-@world_size(2)
 def test_hostile(group):
     print("</script><b>out</b>")
     dist.barrier()
     assert group.rank == 0, "</script><script>document.title = 'owned'</script>"
 
 @pytest.mark.parametrize("n", range(3))
-@world_size(2)
 def test_passes(ddp, n, artifacts):
     ddp.wrap(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
 """
@@ -58,7 +53,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
 
 @pytest.fixture(scope="module")
 def page(run: ExampleResult) -> str:
-    assert run.run is not None
     return (run.run / "report.html").read_text(encoding="utf-8")
 
 
@@ -91,7 +85,6 @@ def test_all_stacks_are_one_tree(page: str) -> None:
 
 def test_the_hole_in_the_collectives_is_marked(page: str) -> None:
     table = re.search(r'<table class="calls">.*?</table>', article(page, "test_one_of_many"), re.S)
-    assert table is not None
     rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table[0], re.S)
     assert [name for name, _ in rows] == ["0-6, 8-11", "7"], "equal rows once"
     assert [cells.count('class="hole"') for _, cells in rows] == [0, 1]

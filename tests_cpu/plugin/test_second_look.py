@@ -1,7 +1,5 @@
 """What is read of ranks at a stall: children in /proc, dumps of stacks and for how long one is waited for, native frames of few."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -35,36 +33,27 @@ while True: signal.pause()
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_rank_that_wants_the_cpu_is_waited_for_and_one_that_is_stopped_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+WITHOUT_HANDLER = "print('ready', flush=True)\nwhile True: pass"
+
+
+@pytest.mark.parametrize(
+    ("program", "stopped", "starved_s"),
+    [(LATE, False, 60.0), (LATE, True, 60.0), (WITHOUT_HANDLER, False, 1e6)],  # at work, before it could write a dump
+    ids=["wants the CPU", "stopped", "without a handler"],
+)
+def test_a_rank_that_wants_the_cpu_is_waited_for_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, stopped: bool, starved_s: float
 ) -> None:
     monkeypatch.setattr(second_look, "DUMP_WAIT_S", 0.3)
-    monkeypatch.setattr(second_look, "STARVED_WAIT_S", 60.0)
+    monkeypatch.setattr(second_look, "STARVED_WAIT_S", starved_s)  # so long that waiting would show
     dump = tmp_path / "stacks.txt"
-    with subprocess.Popen([sys.executable, "-c", LATE, dump], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
+    with subprocess.Popen([sys.executable, "-c", program, dump], stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout.readline() == "ready\n"
         if stopped:
             rank.send_signal(signal.SIGSTOP)
-        second_look.dump_stacks(
-            {0: dump}, lambda _: rank.send_signal(DUMP_SIGNAL), lambda _: second_look.wants_to_dump(rank.pid)
-        )
-        assert dump.exists() != stopped
-        rank.kill()
-
-
-def test_a_rank_that_has_no_handler_yet_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is at work, before it could write a dump; the limit is so long that waiting for it would show."""
-    monkeypatch.setattr(second_look, "DUMP_WAIT_S", 0.1)
-    monkeypatch.setattr(second_look, "STARVED_WAIT_S", 1e6)
-    code = "print('ready', flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "ready\n"
-        second_look.dump_stacks(
-            {0: tmp_path / "stacks.txt"}, lambda _: None, lambda _: second_look.wants_to_dump(rank.pid)
-        )
+        send = rank.send_signal if program is LATE else lambda _: None
+        second_look.dump_stacks({0: dump}, lambda _: send(DUMP_SIGNAL), lambda _: second_look.wants_to_dump(rank.pid))
+        assert dump.exists() == (program is LATE and not stopped)
         rank.kill()
 
 
@@ -81,7 +70,6 @@ def test_native_frames_are_read_of_a_few_ranks_and_of_none_that_waits_in_a_colle
     ranks.append(subprocess.Popen([sys.executable, "-c", works], stdout=subprocess.PIPE))
     try:
         pids = {number: rank.pid for number, rank in enumerate(ranks)}
-        assert ranks[6].stdout is not None
         assert ranks[6].stdout.read(1) == b"\n"
         while any(is_runnable(pids[rank]) for rank in range(6)):  # until they sleep
             assert ranks[6].poll() is None
@@ -179,9 +167,7 @@ def test_how_a_child_ended_that_was_not_waited_for(end: str, shown: str) -> None
         os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT)
         state = look_at(os.getpid())
         child.join()
-    assert state is not None
     assert shown in state.ended
     assert shown not in state.children
     after = look_at(os.getpid())
-    assert after is not None
     assert shown not in after.ended

@@ -1,7 +1,5 @@
 """What a user does at the terminal: -s, --pdb and breakpoint() reach the ranks; a flood of output is cut."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -19,14 +17,12 @@ def debug(warm: WarmPython, pytester: pytest.Pytester, source: str, typed: str, 
 
 
 FAILS = """
-@world_size(2)
 @pytest.mark.timeout(10)
 def test_fails(group):
     secret = 40 + group.rank
     dist.barrier()
     assert group.rank != 1
 
-@world_size(2)
 def test_after(group): dist.barrier()
 """
 
@@ -53,7 +49,6 @@ def test_quitting_the_debugger_ends_the_session(warm: WarmPython, pytester: pyte
 
 
 BREAKS = """
-@world_size(2)
 @pytest.mark.timeout(6)
 def test_breaks(group):
     value = 70 + group.rank
@@ -74,8 +69,7 @@ def test_a_rank_that_no_test_has_is_refused(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "seen", "total"),
-    [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--ranks-pdb-rank=1",), 71, 99)],
+    ("chosen", "seen", "total"), [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--ranks-pdb-rank=1",), 71, 99)]
 )
 def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
     warm: WarmPython, pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int
@@ -99,7 +93,6 @@ def test_breakpoint_on_a_worker_is_refused_with_the_reason(pytester: pytest.Pyte
 def test_s_shows_each_rank_s_lines_as_they_come(warm: WarmPython, pytester: pytest.Pytester, tmp_path: Path) -> None:
     source = f"""
 from pathlib import Path
-@world_size(2)
 def test_it(group):
     print("hello from", group.rank)
     os.write(2, b"and not from Python\\n")
@@ -109,7 +102,6 @@ def test_it(group):
 """
     (pytester.path / "test_example.py").write_text(HEADER + source)
     run = warm.popen("-m", "pytest", "-p", "no:cacheprovider", "-s", "-rP", stdout=subprocess.PIPE, cwd=pytester.path)
-    assert run.stdout is not None
     seen = set()
     while len(seen) < 4:  # while the test still runs
         line = run.stdout.readline()
@@ -125,7 +117,6 @@ def test_it(group):
 
 def test_a_flood_of_output_is_cut_and_that_is_reported(pytester: pytest.Pytester) -> None:
     source = """
-@world_size(2)
 def test_floods(group):
     print("this is the head")
     if group.rank == 1:

@@ -1,8 +1,7 @@
 """Rough faults: each is reported under its cause, nothing is left behind, and the next test passes."""
 
-from __future__ import annotations
-
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,23 +10,25 @@ import pytest
 from pytest_nsa.system import sockets
 from pytest_nsa.testing import HEADER, run_example, run_folder
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.leftovers import no_process_is_left
 from tests_cpu.plugin.programs import differences, read_program
-from tests_cpu.plugin.sessions import start_session, wait_for
+from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
 from tests_cpu.warm import WarmPython
+
+GOOD = """
+
+
+def test_good_{}(group):
+    import torch
+
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    assert t == 2"""
 
 
 def with_a_good_test_after_each(source: str) -> str:
     """Return ``source`` with a test after each fault that passes when nothing is wrong with the session."""
-    parts = source.split("@world_size(2)\n")
-    good = (
-        "@world_size(2)\ndef test_good_{}(group):\n    import torch\n\n    t = torch.ones(1)\n    dist.all_reduce(t)\n"
-        "    assert t == 2\n\n"
-    )
-    text = parts[0]
-    for index, part in enumerate(parts[1:]):
-        text += f"@world_size(2)\n{part.rstrip()}\n\n" + good.format(index)
-    return text
+    head, *tests = re.split(r"(?=\n\n\n(?:@pytest.mark.*\n)*def test_)", source.rstrip())
+    return head + "".join(test + GOOD.format(number) for number, test in enumerate(tests))
 
 
 def test_every_fault_is_reported_every_next_test_passes_and_nothing_is_left(
@@ -48,13 +49,11 @@ def test_every_fault_is_reported_every_next_test_passes_and_nothing_is_left(
 
 
 HANGS = """
-@world_size(2)
 def test_hangs(group):
     if group.rank == 1:
         time.sleep(1000)
     dist.barrier()
 
-@world_size(2)
 def test_after(group): dist.barrier()
 """
 
@@ -79,7 +78,6 @@ def test_a_host_without_descriptors_reports_it_and_recovers(pytester: pytest.Pyt
 import resource
 kept = []
 
-@world_size(2)
 def test_before(group): dist.barrier()
 
 def test_take_all():
@@ -91,14 +89,12 @@ def test_take_all():
     except OSError:
         pass
 
-@world_size(2)
 def test_none_left(group): dist.barrier()
 
 def test_give_back():
     for file in kept:
         file.close()
 
-@world_size(2)
 def test_after(group): dist.barrier()
 """
     result = run_example(pytester, source)
@@ -115,7 +111,7 @@ def test_a_path_longer_than_a_unix_socket_s(pytester: pytest.Pytester, launch: s
     done = pytester.runpytest_subprocess(f"--rootdir={deep}", "--timeout=5", f"--ranks-launch={launch}")
     done.assert_outcomes(passed=1, failed=1)
     assert "sleeping" in done.stdout.str()
-    assert "test_example.py:9 in test_hangs" in done.stdout.str()
+    assert "test_example.py:8 in test_hangs" in done.stdout.str()
 
 
 def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pytester: pytest.Pytester) -> None:

@@ -1,7 +1,5 @@
 """What a session with ranks changes for the tests beside them, and for pytest's own options: nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Variables that ranks, or a test, set: those of a rank's environment, of torch, and hash seeds of each rank's own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,7 +8,6 @@ from pytest_nsa.settings import resolve
 from pytest_nsa.testing import run_example
 
 LIGHT = """
-@world_size(2)
 def test_it(ddp):
     torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
     if ddp.rank == 1:
@@ -18,17 +15,14 @@ def test_it(ddp):
     dist.barrier()
 
 @check_divergence
-@world_size(2)
 def test_needs_more(ddp): pass
 """
 PRINTS = """
-@world_size(2)
 def test_it(group):
     print("f\u00fcr alle")
     assert group.rank == 2
 """
 WRAPS = """
-@world_size(2)
 def test_it(ddp):
     model = ddp.wrap(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
@@ -53,15 +47,9 @@ def test_it(ddp):
     ids=["light evidence", "an encoding", "a debug level that would crash the ranks"],
 )
 def test_the_verdict_is_the_same(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
-    source: str,
-    cause: str,
-    ranks: tuple[int, ...],
-    shown: str,
-) -> None:
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, value: str, source: str, cause: str,
+    ranks: tuple[int, ...], shown: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv(name, value)
     result = run_example(pytester, source)
     assert (result.verdicts["test_it"].cause, result.verdicts["test_it"].ranks) == (cause, ranks)
@@ -89,25 +77,21 @@ def reduce_all():
 @pytest.mark.slow
 def test_a_bug_by_the_order_of_a_set_is_found_and_can_be_repeated(pytester: pytest.Pytester) -> None:
     source = f"""{METRICS}
-@world_size(2)
 def test_forked(group):
     reduce_all()
 
 @hash_seeds(1, 2)
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_given(group):
     assert os.environ["PYTHONHASHSEED"] == str(group.rank + 1)
     reduce_all()
 
 @hash_seeds
-@world_size(2)
 def test_drawn(group):
     seeds = [None, None]
     dist.all_gather_object(seeds, os.environ["PYTHONHASHSEED"])
     assert seeds[0] != seeds[1]
 
-@world_size(2)
 def test_after_it_ranks_are_forked(group):
     assert os.getppid() != int(os.environ["HOST"])  # the zygote's
 """

@@ -2,8 +2,6 @@
 NSA_TRACE_DIR: which processes leave evidence, how their ends are known, and what costs no training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -22,7 +20,7 @@ from nsa.trace.board import Board
 from pytest_nsa.cli.nccl import NcclService, communicators, describe, read_answer
 from pytest_nsa.cli.watch import VerdictCommand, Watcher
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import Finding, Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.observe import observer
 from tests_cpu.sockets import free_port
@@ -55,6 +53,7 @@ else:
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[[str], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(warm: WarmPython, folder: Path) -> Iterator[object]:
+def start(warm: WarmPython, folder: Path) -> Iterator[Start]:
     """Yield a function that starts torchrun on the training with a fault; end its processes with the test."""
     started = []
 
@@ -116,8 +115,17 @@ def wait_for_steps(folder: Path, steps: int) -> None:
     wait_for_files(folder, lambda files: len(files) == 2 and all(f'"step": {steps}' in f.read_text() for f in files))
 
 
-def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start: object) -> None:
-    start("sleeps")  # type: ignore[operator]
+def follow(watcher: Watcher) -> Finding | Verdict | None:
+    """Return what a watcher finds, or None once the ranks have ended."""
+    deadline = time.monotonic() + 60
+    while watcher.finding is None and not watcher.is_over and time.monotonic() < deadline:
+        watcher.look()
+        time.sleep(0.1)
+    return watcher.finding
+
+
+def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start: Start) -> None:
+    start("sleeps")
     wait_for_steps(folder, 20)
     done = run("watch", "--run", "run", "--once", "--json")
     seen = json.loads(done.stdout.splitlines()[-1])
@@ -130,28 +138,37 @@ def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start
     assert "rank 0  step 21  backward" in by_pid.stdout
     assert "\ndo: " in by_pid.stdout
     watcher = Watcher(folder / "run")
-    while watcher.finding is None:
-        watcher.look()
-        time.sleep(0.1)
+    follow(watcher)
     first, second = ([line.partition(":")[0] for line in watcher.lines(again=False)] for _ in range(2))
     assert first[-2:] == ["suspicion", "do"]
     assert not {"suspicion", "do"}.intersection(second), "a log has it once"
-    told = run("diagnose", "run", "--json")
-    verdict = json.loads(told.stdout)
-    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
+    (folder / "node1").mkdir()
+    for folders in (["run"], ["run", "node1"]):  # the folders of two nodes are one run
+        verdict = json.loads(run("diagnose", *folders, "--json").stdout)
+        assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
+        if len(folders) == 1:
+            (folder / "run" / "rank1").rename(folder / "node1" / "rank1")
 
 
-@pytest.mark.slow
-def test_a_thread_that_a_program_left_is_named(folder: Path, start: object) -> None:
-    start("leaves a thread")  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("fault", "cause", "ranks", "function"),
+    [
+        ("crossed", "p2p_unmatched", (0, 1), "<module>"),
+        pytest.param("leaves a thread", "lock_deadlock", (1,), "consume", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_end_no_wait_are_named(
+    folder: Path, start: Start, fault: str, cause: str, ranks: tuple[int, ...], function: str
+) -> None:
+    start(fault)
     wait_for_files(folder, lambda files: len(files) == 2)
-    watcher, deadline = Watcher(folder / "run"), time.monotonic() + 60
-    while watcher.finding is None and time.monotonic() < deadline:
-        watcher.look()
-        time.sleep(0.1)
-    assert watcher.finding is not None
-    assert (watcher.finding.cause, watcher.finding.ranks) == ("lock_deadlock", (1,))
-    assert watcher.finding.where.endswith(" in consume")
+    found = follow(Watcher(folder / "run"))
+    assert (found.cause, found.ranks, found.where.rpartition(" in ")[2]) == (cause, ranks, function)
+    if fault == "crossed":  # what ends a test: they were asked for their counters
+        assert isinstance(found, Finding)
+        assert found.ends_the_test
+        counted = [json.loads((folder / "run" / f"rank{rank}" / "counters.json").read_text()) for rank in ranks]
+        assert [of["frames"][-1]["counters"] for of in counted] == [{"step": 20}, {"step": 20}]
 
 
 AT_EXIT = """
@@ -198,63 +215,31 @@ threading.Thread(target=target).start() if FAULT != "a handler" else atexit.regi
 def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: Path, fault: str, function: str) -> None:
     source = AT_EXIT.replace("FAULT", repr(fault))
     process = start_script(tmp_path, source, rank=0, size=1)
-    watcher, seen = Watcher(tmp_path / "run"), []
-    deadline = time.monotonic() + 60
-    while not seen and not watcher.is_over and time.monotonic() < deadline:
-        watcher.look()
-        if watcher.finding is not None:
-            seen = [(watcher.finding.cause, watcher.finding.where.rpartition(" in ")[2])]
-        time.sleep(0.1)
+    found = follow(Watcher(tmp_path / "run"))
     process.kill()
     process.communicate()
-    assert seen == ([("lock_deadlock", function)] if function else [])
-
-
-def test_ranks_that_wait_for_each_other_are_asked_for_their_counters(folder: Path, start: object) -> None:
-    start("crossed")  # type: ignore[operator]
-    wait_for_steps(folder, 20)
-    watcher = Watcher(folder / "run")
-    while watcher.finding is None:
-        watcher.look()
-        time.sleep(0.1)
-    assert (watcher.finding.cause, watcher.finding.ranks) == ("p2p_unmatched", (0, 1))
-    assert watcher.finding.ends_the_test
-    counted = [json.loads((folder / "run" / f"rank{rank}" / "counters.json").read_text())["frames"] for rank in (0, 1)]
-    assert [frames[-1]["counters"] for frames in counted] == [{"step": 20}, {"step": 20}]
+    seen = (found.cause, found.where.rpartition(" in ")[2]) if found is not None else None
+    assert seen == (("lock_deadlock", function) if function else None)
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"),
-    [("raises", "rank_exception"), pytest.param("dies", "rank_died", marks=pytest.mark.slow)],
+    ("fault", "cause"), [("raises", "rank_exception"), pytest.param("dies", "rank_died", marks=pytest.mark.slow)]
 )
-def test_what_ended_a_training_is_known_from_its_folder(
-    run: Run, folder: Path, start: object, fault: str, cause: str
-) -> None:
-    process = start(fault)  # type: ignore[operator]
+def test_what_ended_a_training_is_known_from_its_folder(run: Run, start: Start, fault: str, cause: str) -> None:
+    process = start(fault)
     watcher = run("watch", "--run", "run")
     process.wait()
     verdict = json.loads(run("diagnose", "run", "--json").stdout)
     assert (verdict["cause"], verdict["ranks"]) == (cause, [1]), watcher.stdout
 
 
-def test_a_training_that_goes_well(run: Run, folder: Path, start: object) -> None:
-    process = start("none")  # type: ignore[operator]
+def test_a_training_that_goes_well(run: Run, folder: Path, start: Start) -> None:
+    process = start("none")
     done = run("watch", "--run", "run")
     assert process.wait() == 0, (folder / "output.txt").read_text()
     assert done.returncode == 0
     assert "done" in done.stdout
     assert json.loads(run("diagnose", "run", "--json").stdout)["outcome"] == "PASS"
-
-
-def test_two_nodes_folders_are_one_run(run: Run, folder: Path, start: object) -> None:
-    start("sleeps")  # type: ignore[operator]
-    wait_for_steps(folder, 20)
-    run("watch", "--run", "run", "--once")
-    other = folder / "node1"
-    other.mkdir()
-    (folder / "run" / "rank1").rename(other / "rank1")
-    verdict = json.loads(run("diagnose", "run", "node1", "--json").stdout)
-    assert (verdict["cause"], verdict["ranks"]) == ("sleeping", [1])
 
 
 def test_a_process_that_is_no_rank(run: Run) -> None:
@@ -296,7 +281,6 @@ def twelve(tmp_path: Path) -> Iterator[Path]:
     for rank in range(12):
         (tmp_path / f"rank{rank}").mkdir()
     process = subprocess.Popen([sys.executable, "-c", SLEEPS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield tmp_path
     process.kill()
@@ -341,16 +325,6 @@ def test_a_command_that_neither_reads_nor_ends_is_not_waited_for(capfd: pytest.C
         run.wait()
 
 
-def test_the_board_of_this_process_is_alive(tmp_path: Path) -> None:
-    (tmp_path / "rank0").mkdir()
-    board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
-    board.phase("body")
-    watcher = Watcher(tmp_path)
-    watcher.look()
-    assert watcher.to_json()["ranks"][0] | {"line": ""} == watcher.to_json()["ranks"][0]
-    assert watcher.to_json()["ranks"][0]["pid"] == os.getpid()
-
-
 def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,24 +362,28 @@ def answer(counts: dict[int, int], missing: tuple[int, ...] = ()) -> dict[str, A
     }  # fmt: skip
 
 
-def lines(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return describe(communicators(before), communicators(now))
+BEHIND = answer({0: 7, 1: 7, 2: 5, 3: 7})
 
 
-def test_a_rank_that_is_behind_is_named_once_nothing_moves() -> None:
-    behind = answer({0: 7, 1: 7, 2: 5, 3: 7})
-    assert lines(behind, behind) == [
-        "NCCL: communicator 0xabc of 4 ranks: rank 2 (node5, GPU 2, pid 102) is 2 AllReduce behind, and nothing moves"
-    ]
-    assert lines(answer({0: 6, 1: 6, 2: 5, 3: 6}), behind) == []  # a skew that comes and goes is work
-    assert lines(answer({0: 7, 1: 7}), answer({0: 7, 1: 7})) == []
-
-
-def test_ranks_that_do_not_answer_are_named_at_once() -> None:
-    assert lines(answer({0: 7}), answer({0: 8}, missing=(4, 9))) == [
-        "NCCL: communicator 0xabc of 3 ranks: rank 4 (node6, pid 104) does not answer",
-        "NCCL: communicator 0xabc of 3 ranks: rank 9 (node6, pid 109) is dead",
-    ]
+@pytest.mark.parametrize(
+    ("before", "now", "shown"),
+    [
+        (BEHIND, BEHIND, ["4 ranks: rank 2 (node5, GPU 2, pid 102) is 2 AllReduce behind, and nothing moves"]),
+        (answer({0: 6, 1: 6, 2: 5, 3: 6}), BEHIND, []),  # a skew that comes and goes is work
+        (answer({0: 7, 1: 7}), answer({0: 7, 1: 7}), []),
+        (
+            answer({0: 7}),
+            answer({0: 8}, missing=(4, 9)),
+            ["3 ranks: rank 4 (node6, pid 104) does not answer", "3 ranks: rank 9 (node6, pid 109) is dead"],
+        ),
+    ],
+    ids=["behind", "skew", "even", "missing"],
+)
+def test_ranks_that_are_behind_or_missing_are_named(
+    before: dict[str, Any], now: dict[str, Any], shown: list[str]
+) -> None:
+    found = describe(communicators(before), communicators(now))
+    assert found == [f"NCCL: communicator 0xabc of {line}" for line in shown]
 
 
 def test_the_comma_that_2_28_9_leaves_out_is_repaired() -> None:
@@ -526,41 +504,26 @@ def verdict_of(folder: Path, run: str = "run") -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("end", "found"),
+    ("source", "arguments", "found"),
     [
-        ("sys.exit(3)", ("FAIL", "rank_exited")),
-        ("os._exit(7)", ("FAIL", "rank_exited")),
-        ("os._exit(0)", ("PASS", "")),
-        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    dist.all_reduce(torch.ones(1))", ("PASS", "")),
+        (f"{ALONE}sys.exit(3)", (), ("FAIL", "rank_exited", (0,))),
+        (f"{ALONE}os._exit(7)", (), ("FAIL", "rank_exited", (0,))),
+        (f"{ALONE}os._exit(0)", (), ("PASS", "", ())),
+        (f"{ALONE}try:\n    sys.exit(3)\nexcept SystemExit:\n    dist.all_reduce(torch.ones(1))", (), ("PASS", "", ())),
+        (JOB, ("fork",), ("PASS", "", ())),
+        (JOB, ("spawn", "raises"), ("FAIL", "rank_exception", (1,))),
+        pytest.param(JOB, ("fork", "raises"), ("FAIL", "rank_exception", (1,)), marks=pytest.mark.slow),
+        pytest.param(JOB, ("spawn",), ("PASS", "", ()), marks=pytest.mark.slow),
+        pytest.param(JOB, ("forkserver", "raises"), ("FAIL", "rank_exception", (1,)), marks=pytest.mark.slow),
     ],
 )
-def test_an_exit_s_status_is_known(tmp_path: Path, end: str, found: tuple[str, str]) -> None:
-    process = start_script(tmp_path, ALONE + end)
-    process.communicate(timeout=100)
+def test_how_a_script_and_its_children_end_is_known(
+    tmp_path: Path, source: str, arguments: tuple[str, ...], found: tuple[str, str, tuple[int, ...]]
+) -> None:
+    start_script(tmp_path, source, *arguments, rank=0 if source is not JOB else None).communicate(timeout=100)
     verdict = verdict_of(tmp_path)
-    assert (verdict.outcome, verdict.cause) == found
-    if verdict.failed:
-        assert verdict.where.endswith("script.py:7 in <module>")
-
-
-@pytest.mark.parametrize(
-    ("method", "raises"),
-    [
-        ("fork", False),
-        ("spawn", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("fork", True), ("spawn", False), ("forkserver", True))
-        ),
-    ],
-)
-def test_children_of_multiprocessing_end_well_or_by_an_exception(tmp_path: Path, method: str, raises: bool) -> None:
-    process = start_script(tmp_path, JOB, method, *(["raises"] if raises else []), rank=None)
-    process.communicate(timeout=100)
-    verdict = verdict_of(tmp_path)
-    assert verdict.outcome == ("FAIL" if raises else "PASS")
-    if raises:
-        assert (verdict.cause, verdict.ranks) == ("rank_exception", (1,))
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == found
+    assert verdict.cause != "rank_exited" or verdict.where.endswith("script.py:7 in <module>")
 
 
 def test_a_rank_that_was_killed_is_named_where_the_launcher_ended_the_other(tmp_path: Path) -> None:

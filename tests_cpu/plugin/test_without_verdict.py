@@ -1,7 +1,5 @@
 """Failures that pytest counts and that have no verdict: the closing sentence of a run names them."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -14,14 +12,12 @@ from pytest_nsa.testing import ExampleResult, run_example
 from tests_cpu.strangers import NUMBER, needs_root, shared_folder
 
 PASSES = """
-@world_size(2)
 def test_passes(group): pass
 """
 
 
 def sentence(result: ExampleResult) -> str:
     """Return the first line of the diagnosis, which is that of SUMMARY.md and decision.json, too."""
-    assert result.run is not None
     found = json.loads((result.run / "decision.json").read_text())["sentence"]
     assert isinstance(found, str)
     assert found in result.stdout
@@ -29,7 +25,6 @@ def sentence(result: ExampleResult) -> str:
 
 
 KILLS = """
-@world_size(2)
 def test_kills_its_host(group):
     if group.rank == 0:
         os.kill(int(open("host").read()), signal.SIGKILL)
@@ -72,7 +67,6 @@ def test_a_folder_that_cannot_be_read_leaves_its_failure_without_a_verdict(pytes
 
 
 OTHERS = """
-@world_size(2)
 @pytest.mark.xfail(strict=True)
 def test_passes_though_it_should_fail(group): pass
 
@@ -95,14 +89,9 @@ def test_failures_without_a_verdict_are_named(pytester: pytest.Pytester) -> None
     pytest.importorskip("pytest_rerunfailures", reason="the extra 'test' has it")
     pytester.makepyfile(test_later="import nowhere_to_be_found")
     options = (
-        "-p",
-        "no:randomly",
-        "-p",
-        "rerunfailures",
-        "--continue-on-collection-errors",
-        "test_example.py",
+        "-p", "no:randomly", "-p", "rerunfailures", "--continue-on-collection-errors", "test_example.py",
         "test_later.py",
-    )
+    )  # fmt: skip
     result = run_example(pytester, PASSES + OTHERS, *options)
     assert result.outcomes == {"failed": 2, "errors": 2, "passed": 2, "rerun": 1}
     assert sentence(result) == (

@@ -1,7 +1,5 @@
 """Worker groups before and after their test: forked ahead, shared by a class, joined in one store; what ranks leave running."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -27,7 +25,6 @@ def test_every_test_has_fresh_processes_also_when_forked_ahead(pytester: pytest.
         + """
 seen = []
 @pytest.mark.parametrize("n", range(5))
-@world_size(2)
 def test_it(group, n, artifacts):
     leave(artifacts, group)
     seen.append(n)
@@ -49,7 +46,6 @@ def test_it(group, n):
     dist.all_reduce(total)
     assert total.item() == n == group.world_size
 
-@world_size(2)
 def test_dies(group):
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +53,6 @@ def test_dies(group):
 
 def test_plain(): pass
 
-@world_size(2)
 def test_after(group): dist.barrier()
 """
     result = run_example(pytester, source, *arguments)
@@ -75,7 +70,6 @@ class TestShared:
     seen = []
 
     @pytest.mark.parametrize("n", range(7))
-    @world_size(2)
     def test_it(self, group, n, artifacts):
         leave(artifacts, group)
         self.seen.append(n)
@@ -90,7 +84,6 @@ class TestShared:
         if n == 4 and group.rank == 1:
             dist.all_reduce(total, async_op=True)  # passes, and leaves the group uneven
 
-@world_size(2)
 def test_of_its_own(group, artifacts): leave(artifacts, group)
 """
     )
@@ -121,7 +114,6 @@ class TestShared:
     kept = []
 
     @pytest.mark.parametrize("n", range(55))
-    @world_size(2)
     def test_it(self, group, n, artifacts):
         leave(artifacts, group)
         assert dist.distributed_c10d._get_default_group() not in self.kept
@@ -146,7 +138,6 @@ def test_the_store_keeps_torch_s_promises(pytester: pytest.Pytester) -> None:
 from datetime import timedelta
 from torch.distributed.device_mesh import init_device_mesh
 
-@world_size(2)
 def test_it(group):
     store = dist.distributed_c10d._get_default_store()
     assert not store.check(["nobody"])
@@ -186,7 +177,6 @@ from torch.utils.data import DataLoader
 def start(seconds, **options):
     return subprocess.Popen(["sleep", str(seconds)], **options).pid
 
-@world_size(2)
 def test_leaves_a_child_and_a_daemon(group, artifacts):
     if group.rank == 1:
         (artifacts / "child").write_text(str(start(1001)))
@@ -196,7 +186,6 @@ def test_leaves_a_child_and_a_daemon(group, artifacts):
         while not open(f"/proc/{pid}/cmdline").read().startswith("sleep"):
             time.sleep(0.01)
 
-@world_size(2)
 def test_dies_and_leaves_a_child(group, artifacts):
     if group.rank == 1:
         (artifacts / "orphan").write_text(str(start(1004, start_new_session=True)))
@@ -221,7 +210,6 @@ keep = []
 
 
 def _files(result: ExampleResult, name: str) -> list[Path]:
-    assert result.run is not None
     return list(result.run.glob(f"*/{name}"))
 
 

@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU, against float64 by the equations on the same GPU: `pytest -m gpu tests_gpu/kernels`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ one product with its keys, and each makes a part of its query's output: these ar
 makes one part more. A block's own gradient comes from its entries alone: no atomics, the same bits every time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Shapes: B batch, S tokens, H query heads, G KV groups, D head dim, Nc compressed
 k [B, S, G, Dk], v [B, S, G, Dv]. The log-sum-exp is [B, S, H], float32, or float64 for float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ sum of that share and the branch's output, is the gate times the gate's own grad
 sees all keys of its queries, and makes delta of its scores: their outputs are not kept. The branches add to one gradient of q.
 """
 
-from __future__ import annotations
-
 import torch
 
 from nsa.kernels.cpu.selected import selected_gradients

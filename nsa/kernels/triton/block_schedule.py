@@ -3,8 +3,6 @@
 Layouts as in `branches`; picks int32 [T, G, n_sel], -1 where a query has no more.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -13,14 +11,7 @@ import triton
 from nsa.kernels import blocks
 from nsa.kernels.triton import importance, pick_blocks
 from nsa.kernels.triton.branches import Places, sequence_arguments
-from nsa.kernels.triton.launch import (
-    LOG2E,
-    can_describe,
-    descriptors,
-    launch,
-    meta,
-    rows_for,
-)
+from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, launch, meta, rows_for
 from nsa.kernels.triton.selection_schedule import LEAST_PAD, Selection
 from nsa.kernels.triton.sequences import Range, Sequences
 from nsa.kernels.triton.tiles import tile, widths

@@ -15,8 +15,6 @@ them: views of a longer buffer, so that a sequence's stride is given. Parts [B *
 base 2. Token i of the new ones has position ``start`` + i.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

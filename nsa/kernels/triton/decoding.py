@@ -1,7 +1,5 @@
 """New tokens against a cache on a GPU: the launches of `decode`, and when they serve."""
 
-from __future__ import annotations
-
 import torch
 import triton
 

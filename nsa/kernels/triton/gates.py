@@ -9,8 +9,6 @@ Layouts: a row per query and head; grad, o [rows, Dv], gates [rows, 3], lse, del
 and +inf where the row saw no key or its gate is 0, so that exp2(s - lse) is 0 without a mask.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ Flat layouts (`rows`); the importance is [queries, G, blocks] float32 for the qu
 behind a query's own block.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """How kernels are started: on the device of a tensor, with its head dims, tile and descriptors."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

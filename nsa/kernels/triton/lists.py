@@ -7,8 +7,6 @@ chunks gives the place where each chunk writes. Blocks' lists are cut into items
 host, so that nothing waits for the device.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Triton is imported as they run, not before: a machine without it can import this.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ in registers. The threshold falls from maximum to maximum, two operations a scor
 wanted, these are the picks. Else there is a tie at the threshold, and the best are taken one by one.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

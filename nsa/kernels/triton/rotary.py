@@ -4,8 +4,6 @@ Half i of a head and its other half turn together: y = x cos + swap(x) sin, wher
 first half are negative. The gradient is the same with the sines exchanged after they are multiplied.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ multiples of S; a pack (PACKED) has a table, int32 [sequences, 8]: first token, 
 first and end of the queries at work, first chunk of lists, selection blocks (and one more each) of the sequences before.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ Flat layouts (`rows`). Parts of dq [queries, G, n * SUB, h, Dk] for the queries 
 BN, D] float32.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

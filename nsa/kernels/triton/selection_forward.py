@@ -9,8 +9,6 @@ Flat layouts (`rows`). Parts [queries, G, n * SUB, h, Dv], their log-sum-exps ba
 FIRST on.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

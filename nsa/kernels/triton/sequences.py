@@ -2,8 +2,6 @@
 tables.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,13 +91,9 @@ def batch(
             )
         ]  # fmt: skip
     return Sequences(
-        count=count,
-        longest=S,
-        most_keys=blocks.num_compressed(S, l, d),
-        tokens=count * S,
-        chunk=chunk,
+        count=count, longest=S, most_keys=blocks.num_compressed(S, l, d), tokens=count * S, chunk=chunk,
         ranges=tuple(ranges),
-    )
+    )  # fmt: skip
 
 
 def pack(

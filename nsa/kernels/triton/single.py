@@ -1,7 +1,5 @@
 """One branch alone on a GPU, with the interface of `nsa.kernels.cpu.strided`: for a forced branch, for benchmarks and for tests."""
 
-from __future__ import annotations
-
 import torch
 import triton
 

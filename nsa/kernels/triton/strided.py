@@ -7,8 +7,6 @@ of keys, as in FlashAttention-2 (arXiv 2307.08691); a tile that all rows see who
 Flat layouts (`rows`): q, o [T, H, D]; k, v [., G, D]; lse [T, H] float32, -inf where no key is visible.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ run gives the same bits.
 Flat layouts (`rows`); grad [T, H, Dv]; delta and gated lse [T, H] float32, as `gates` makes them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

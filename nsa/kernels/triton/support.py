@@ -1,7 +1,5 @@
 """Whether the Triton kernels can serve a call; Triton is imported for a GPU's tensors alone, and a machine without it can query."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

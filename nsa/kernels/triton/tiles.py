@@ -2,8 +2,6 @@
 every GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

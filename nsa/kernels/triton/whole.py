@@ -9,8 +9,6 @@ the same bits.
 Shapes as in `nsa_attention`: q [B, S, H, Dk], keys [B, N, G, Dk], values [B, N, G, Dv], gates [B, S, H, 3].
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -113,18 +111,9 @@ def forward(
     for at in seqs.ranges:
         importance = q.new_empty(at.tokens, G, selection.n_blocks, dtype=torch.float32)
         block_schedule.block_importance(
-            flat_q,
-            k_cmp,
-            v_cmp.shape[-1],
-            kept.lse[0],
-            seqs,
-            at,
-            places,
-            selection,
-            sizes.compress_block,
-            scale,
+            flat_q, k_cmp, v_cmp.shape[-1], kept.lse[0], seqs, at, places, selection, sizes.compress_block, scale,
             importance,
-        )
+        )  # fmt: skip
         block_schedule.select_blocks(importance, kept.picks, seqs, at, selection)
         del importance
         entries, totals, groups = _of_range(kept, at, selection, G, groups)

@@ -1,7 +1,5 @@
 """Group, payload, root, reduction and splits of a process group's call, read from its arguments."""
 
-from __future__ import annotations
-
 import functools
 import os
 import zlib

@@ -1,7 +1,5 @@
 """Keep a tracer's function out of graphs under torch.compile."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Replace torch's debug level DETAIL by INFO on gloo, where it ends DDP by SIGSEGV (torch 2.13 on a CPU)."""
 
-from __future__ import annotations
-
 import os
 
 VARIABLE = "TORCH_DISTRIBUTED_DEBUG"

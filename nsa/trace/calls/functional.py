@@ -3,8 +3,6 @@
 `torch.distributed._functional_collectives` calls them, in a backward, too; so do DTensor and programs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ train and serve, the rest of an elastic job, a group with its own store and numb
 label of such a group also has the place where its ranks meet: '0@29512', '0@pair-3fa9'.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Time limits of the calls that a rank waits in: a wait with a limit ends by itself, shortly after the limit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Count the batches that torch's data loaders deliver, as progress of the rank, and the loaders that are exhausted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.data import dataloader

@@ -4,8 +4,6 @@ gloo forgets the buffer of a send or receive with its Work: a program that drops
 waits for ever. A strong reference to the Work would keep the message, and hide the hang while the program is traced.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

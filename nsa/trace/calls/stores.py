@@ -2,8 +2,6 @@
 awaited.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading

@@ -3,8 +3,6 @@
 ``asyncio.to_thread(dist.barrier)`` and ``Thread(target=dist.barrier)`` run torch's function in a thread that has no user frame.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from concurrent.futures import thread as pool

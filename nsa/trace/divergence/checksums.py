@@ -6,8 +6,6 @@ gradients that DDP reduced, steps of a model that was called past its DDP wrappe
 gradients that the program reduced by hand, and steps with gradients that nothing reduced ("alone", of one rank).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is compared of a model: which tensors, under which number of the model, among which ranks."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Collection

@@ -4,8 +4,6 @@ Detected by the gradients: each is all-reduced in place, or all of them in one t
 (local SGD), of statistics, or of the gradients of only some parameters do not count.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 If ranks diverge, a difference in these may be the reason. Recorded only while a rank writes checksums.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import sys
@@ -35,10 +33,6 @@ class Load:
     error: str
     owner: weakref.ref[Any]
 
-    def as_list(self) -> list[object]:
-        """Return the form in which a record of checksums has it."""
-        return [self.what, self.site, self.norm, self.error]
-
 
 class TrainingState:
     """What a rank has loaded and set since its test began."""
@@ -55,7 +49,7 @@ class TrainingState:
         __tracebackhide__ = True
         if self._is_loading or len(self._loads) >= MOST:
             return call()
-        site, norm, error = call_site(), _norm_of(state), ""
+        site, norm, error = call_site(), math.sqrt(sum(_squares(state))), ""
         self._is_loading = True
         try:
             return call()
@@ -104,9 +98,12 @@ class TrainingState:
         found: dict[str, object] = {}
         if self._loads:
             own = {id(p) for p in model.parameters()}
-            found["loads"] = [load.as_list() for load in self._loads if _concerns(load.owner(), own)]
+            found["loads"] = [
+                [load.what, load.site, load.norm, load.error] for load in self._loads if _concerns(load.owner(), own)
+            ]
         if optimizer is not None:
-            found["settings"] = _settings(optimizer)
+            groups = optimizer.param_groups
+            found["settings"] = [{n: _plain(of[n]) for n in _SETTINGS if n in of} for of in groups]
             found["set_at"] = self._set_at.get(optimizer, "")
         return found
 
@@ -165,20 +162,10 @@ def _concerns(owner: Any, parameters: set[int]) -> bool:
     return True
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, object]]:
-    """Return the settings of an optimizer's parameter groups that are compared."""
-    return [{name: _plain(group[name]) for name in _SETTINGS if name in group} for group in optimizer.param_groups]
-
-
 def _plain(value: Any) -> object:
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _norm_of(state: Any) -> float:
-    """Return the L2 norm of all numbers in a nested state; 0 without any."""
-    return math.sqrt(sum(_squares(state)))
 
 
 def _squares(state: Any) -> Iterator[float]:

@@ -20,8 +20,6 @@ need. An event begins with its kind; 0 ends a half. Numbers are little-endian.
 A text is its length, u16, and UTF-8.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -4,8 +4,6 @@ From Python 3.12 on by `sys.monitoring`, which sees every thread; before by `sys
 No thread and no lock is used: a thread that waits for the recorder would hide a stall.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import json
@@ -130,13 +128,9 @@ class FlowRecorder:
             self._write_code(code)
         for frame in list(self._all_open.values()):
             self.log.hold(
-                frame.number,
-                frame.parent,
-                frame.code.number,
-                frame.thread,
-                frame.line,
+                frame.number, frame.parent, frame.code.number, frame.thread, frame.line,
                 self._calls.get(frame.thread, 0),
-            )
+            )  # fmt: skip
 
     def _write_code(self, code: Code) -> None:
         of = code.code
@@ -407,9 +401,6 @@ class _Monitoring:
             self._is_muted = False
             sys.monitoring.restart_events()  # type: ignore[attr-defined]
 
-    def _is_child(self) -> bool:
-        return os.getpid() != self.recorder._pid
-
     def _top(self, code: CodeType) -> Open | None:
         """Return the thread's innermost frame, if it is one of a code."""
         frames = self.recorder._thread.open
@@ -420,7 +411,7 @@ class _Monitoring:
         if recorder.is_in_import(sys._getframe(1)):
             return None
         known = recorder.find_code(code)
-        if known is None or self._is_child():
+        if known is None or os.getpid() != self.recorder._pid:  # a child's
             return self._disable
         if known.code not in self._lines:
             self._lines.add(code)

@@ -1,7 +1,5 @@
 """Which names each line of a source file sets, and by which names it decides."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc

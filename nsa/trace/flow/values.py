@@ -1,7 +1,5 @@
 """A value of a program as a short text, without running the program's code."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ It requests them before it announces a suspicion, and when it ends a test. Not b
 alive (before Python 3.13, as long as the function runs).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import functools

@@ -1,7 +1,5 @@
 """Record exceptions that end a test, or a thread of it: their text, where they were raised, and their causes."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections import Counter
@@ -53,10 +51,7 @@ def origin(error: BaseException) -> dict[str, str]:
     """Return the user's line that raised, and the message of the exception's cause or context, '' without one."""
     place = _user_line(traceback.extract_tb(error.__traceback__))
     before = error.__cause__ or error.__context__
-    return {
-        "where": _named(place),
-        "after": message_of(before) if before is not None else "",
-    }
+    return {"where": _named(place), "after": message_of(before) if before is not None else ""}
 
 
 def record_thread_exception(folder: Path, error: BaseException, owner: str, future: int) -> None:

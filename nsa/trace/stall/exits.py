@@ -3,8 +3,6 @@
 It is noted before: no code of a process runs after its end, and its last heartbeat may be 50 ms old.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

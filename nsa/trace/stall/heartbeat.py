@@ -1,7 +1,5 @@
 """A thread that beats: it shows that the interpreter runs, how late a beat is (the GIL), and the line of the main thread."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -45,14 +43,9 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        board: Board,
-        recorder: CollectiveRecorder | None,
-        path: str | os.PathLike[str],
-        rank: int,
-        label: str = "",
-        stall: Path | None = None,
-    ) -> None:
+        self, board: Board, recorder: CollectiveRecorder | None, path: str | os.PathLike[str], rank: int,
+        label: str = "", stall: Path | None = None,
+    ) -> None:  # fmt: skip
         self.board = board
         self._stall = stall
         self._moves_seen: tuple[int, ...] = ()

@@ -3,8 +3,6 @@
 The heartbeat reads both. Reading runs no code of the program, and keeps no frame of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from types import FrameType, TracebackType

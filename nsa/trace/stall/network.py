@@ -1,7 +1,5 @@
 """Find, by the exception of a group that does not form, an interface, an address or a port that cannot be used here."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The stacks of this process's threads, read by one thread while the others may run."""
 
-from __future__ import annotations
-
 import dis
 import gc
 import sys

@@ -4,8 +4,6 @@ The work of such a thread is not done, and a rank that waits for it waits for ev
 For a future, it is also recorded that the exception was retrieved: then the caller of ``result`` has raised it, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

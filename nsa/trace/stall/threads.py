@@ -1,7 +1,5 @@
 """Threads that would keep their process from ending."""
 
-from __future__ import annotations
-
 import sys
 import threading
 
@@ -21,18 +19,9 @@ def lasting_threads() -> dict[threading.Thread, str]:
             continue
         thread.join(ENDING_S)
         frame = sys._current_frames().get(thread.ident or 0)
-        if (
-            not thread.is_alive()
-            or frame is None
-            or frame.f_code.co_filename.endswith(_POOL)
-            or _is_idle_manager(thread)
-        ):
+        is_idle = not getattr(thread, "pending_work_items", True)  # a pool's manager without work ends at the exit
+        if is_idle or frame is None or not thread.is_alive() or frame.f_code.co_filename.endswith(_POOL):
             continue
         found[thread] = describe(user_frame(frame)) or describe(frame)
         del frame
     return found
-
-
-def _is_idle_manager(thread: threading.Thread) -> bool:
-    """Return whether a thread manages a pool of processes without pending work, which ends at the exit."""
-    return hasattr(thread, "pending_work_items") and not thread.pending_work_items

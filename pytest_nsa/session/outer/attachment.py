@@ -5,8 +5,6 @@ others send it what their rank leaves, and take over its verdict. They meet in t
 JSON and the bytes of evidence files.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -94,15 +92,7 @@ BYE_S = 5.0
 MAX_FILE = 4 << 20
 NEVER_S = 1e9
 _SHARED = ("passed", "xfailed", "skipped", "pytest_exit")  # of each rank's evidence
-_FILES = (
-    "events.jsonl",
-    "reports.jsonl",
-    "output.log",
-    "traces.log",
-    "stacks.txt",
-    "fatal.txt",
-    "board.bin",
-)
+_FILES = ("events.jsonl", "reports.jsonl", "output.log", "traces.log", "stacks.txt", "fatal.txt", "board.bin")
 
 
 class Attachment(Group):
@@ -163,12 +153,9 @@ class Attachment(Group):
         """Return ``job`` as this process runs it: its own rank alone, in a group that all processes' ranks join."""
         self._count += 1
         return replace(
-            job,
-            only=self.outer.rank,
-            rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}",
-            reuse="",
-            stay=False,
-        )
+            job, only=self.outer.rank,
+            rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}", reuse="", stay=False,
+        )  # fmt: skip
 
     def run(self, run: RanksRun) -> None:
         """Run this process's rank of a job, as leader or follower. Nothing is announced, and no hook adds facts."""

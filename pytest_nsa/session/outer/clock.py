@@ -6,8 +6,6 @@ Before a limit it records what the ranks wait in. After the limit it writes the 
 added, the JUnit file and the failures so far, and ends the processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

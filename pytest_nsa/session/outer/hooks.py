@@ -4,8 +4,6 @@ Tests without our ranks run in every process, as without the plugin. Rank 0's pr
 others (followers) receive its verdict. A failure of another test in a follower is printed at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -22,7 +20,7 @@ from pytest_nsa import marked
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.outer_rank import LaunchedRank
 from pytest_nsa.report.plain import visible
-from pytest_nsa.session.items import Ranked, runner_key
+from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.needs import read_needs
 from pytest_nsa.session.outer.attachment import Attachment
 from pytest_nsa.session.outer.clock import Clock
@@ -91,18 +89,33 @@ class Screen:
             self._file.flush()
 
 
-class OuterHooks:
-    """Registered only under an outer launcher."""
+class LaunchedSession(RankedSession):
+    """The session of a process of torchrun's or SLURM's, and the plugin with the hooks that only such a process needs."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, outer: OuterLauncher, attachment: Attachment) -> None:
-        self.config, self.settings, self.outer, self.attachment = config, settings, outer, attachment
-        self.screen = Screen(config)
-        self.log = SessionLog(config, outer)
+    def __init__(self, config: pytest.Config, settings: Settings, *, is_late: bool) -> None:
+        assert settings.outer is not None
+        self.outer: OuterLauncher = settings.outer
         self._clock: Clock | None = None
-        self.rank = LaunchedRank(self.log.run, outer.rank, outer.world_size) if self.log.run is not None else None
         self.follows = False
         self._reported_by_leader: set[str] = set()  # ids of tests that the leader reports
         self._failed = False
+        super().__init__(config, settings)
+        if is_late:
+            self.pytest_sessionstart()
+
+    def make_group(self) -> Attachment:
+        """Return the part of this process among the others of the launcher."""
+        self.attachment = Attachment(self.outer)
+        return self.attachment
+
+    def register(self) -> None:
+        """Register the hooks of this mode."""
+        self.register_hang_lines()
+        self.screen = Screen(self.config)
+        self.log = SessionLog(self.config, self.outer)
+        rank, size = self.outer.rank, self.outer.world_size
+        self.rank = LaunchedRank(self.log.run, rank, size) if self.log.run is not None else None
+        self.config.pluginmanager.register(self, "nsa-outer")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
@@ -115,20 +128,23 @@ class OuterHooks:
             self._junit = Path(xml.logfile)
             xml.logfile = str(self._junit.with_name(f".{self._junit.name}.rank{self.outer.rank}.partial"))
 
-    def begin(self, session: pytest.Session, *, has_ranks: bool) -> None:
-        """Decide after collection whether this process is a follower. ``has_ranks``: some tests run on ranks."""
-        self.follows = has_ranks and self.outer.rank > 0
+    def finish_collection(self, session: pytest.Session) -> None:
+        """Decide whether this process is a follower: only where a test runs on ranks."""
+        super().finish_collection(session)
+        self.follows = self.wants_ranks(session) and self.outer.rank > 0
         if self.follows:
             mine = (i for i in session.items if isinstance(i, Ranked) or marked.takes(i, "launch"))
             self._reported_by_leader = {item.nodeid for item in mine}  # rank 0's process alone reports them
             self._exclude_from_junit()
             remove_hooks(self.config, reports_only=True)  # other plugins write their reports in the leader
-            folder = self.config.stash[runner_key].folder
-            folder.root = follower_folder(self.config, folder.root)
+            self.runner.folder.root = follower_folder(self.config, self.runner.folder.root)
         if self.follows and not session.testsfailed:
             self.screen.drop()
         else:  # also where a module cannot be collected here
             self.screen.release()
+        self.writes_reports = self.attachment.leads
+        self.signals.defers = self.follows
+        self.signals.take()
 
     def _exclude_from_junit(self) -> None:
         xml = self.config.stash.get(xml_key, None)
@@ -144,25 +160,35 @@ class OuterHooks:
         xml.pytest_runtest_logreport = take_own  # type: ignore[method-assign]
         self.config.pluginmanager.register(xml)
 
-    def start_clock(self) -> None:
-        """Start the clock before the first test, and before this process has connections."""
-        if self.outer.world_size < 2 or self.log.run is None:
-            return
-        self.log.note("not_ours", nodeids=sorted(self._reported_by_leader))
-        path = self._junit if self.config.stash.get(xml_key, None) is not None else None
-        runner = self.config.stash[runner_key]
-        self._clock = Clock(self.log, runner, self.outer.world_size, path, self.screen.descriptor)
-        self._clock.start()
+    def start(self, session: pytest.Session) -> None:
+        """Start the clock before this process has connections, then what tests on ranks need."""
+        if self.outer.world_size > 1 and self.log.run is not None and not only_lists(self.config):
+            self.log.note("not_ours", nodeids=sorted(self._reported_by_leader))
+            path = self._junit if self.config.stash.get(xml_key, None) is not None else None
+            self._clock = Clock(self.log, self.runner, self.outer.world_size, path, self.screen.descriptor)
+            self._clock.start()
+        super().start(session)
+        if self.runner.folder.is_made and not self.follows:
+            self.log.note("run", path=str(self.runner.folder.path))
 
-    def note_run(self) -> None:
-        """Note where the run's evidence is, if this process has made its folder."""
-        runner = self.config.stash[runner_key]
-        if runner.folder.is_made and not self.follows:
-            self.log.note("run", path=str(runner.folder.path))
+    def start_ranks(self, session: pytest.Session) -> None:
+        """Start the launcher, then meet the other processes, and agree on the tests."""
+        super().start_ranks(session)
+        self.attachment.meet([item.nodeid for item in session.items if needs_ranks(item)])
 
-    def leaves_to_leader(self, item: pytest.Item) -> bool:
-        """Return whether this process leaves a test to the leader."""
-        return self.follows and not isinstance(item, Ranked) and marked.takes(item, "launch")
+    def check_item(self, item: pytest.Item) -> None:
+        """Skip a test that needs another number of ranks than the launcher has started."""
+        if marked.is_ranked(item):
+            wanted = read_needs(item, self.settings).world_size
+            if wanted != self.outer.world_size:
+                pytest.skip(f"needs {wanted} ranks, and the launcher has started {self.outer.world_size}")
+        super().check_item(item)
+
+    def begin_item(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Leave a test to the leader where it runs there alone."""
+        super().begin_item(item, nextitem)
+        is_left = self.follows and not isinstance(item, Ranked) and marked.takes(item, "launch")
+        return True if is_left else None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -173,18 +199,17 @@ class OuterHooks:
         finally:
             self.log.note("end", nodeid=item.nodeid)
 
-    def bound(self, item: pytest.Item, seconds: float) -> None:
-        """Note the time limit of a test, in seconds from now, as pytest-timeout has it."""
+    def take_limit(self, item: pytest.Item, limit: Any) -> bool | None:
+        """Note the time limit of a test, in seconds from now, for the clock."""
         if not isinstance(item, Ranked):
-            self.log.note("limit", seconds=seconds)
+            self.log.note("limit", seconds=limit.timeout)
+        return super().take_limit(item, limit)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    def complete_report(self, item: pytest.Item, call: pytest.CallInfo[None], report: Any) -> None:
         """Record what a test raised before its teardown can hang."""
-        report: Any = yield
         if not isinstance(item, Ranked) and self.rank is not None:
             self.rank.record(item.nodeid, call)
-        return report
+        super().complete_report(item, call, report)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -200,18 +225,9 @@ class OuterHooks:
         """Show the error."""
         self.screen.release()
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skip a test that needs another number of ranks than the launcher has started."""
-        if not marked.is_ranked(item):
-            return
-        wanted = read_needs(item, self.settings).world_size
-        if wanted != self.outer.world_size:
-            pytest.skip(f"needs {wanted} ranks, and the launcher has started {self.outer.world_size}")
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """After pytest has written its JUnit file: merge it into that of the other processes."""
+    def finish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the reports, and merge the JUnit file, which pytest has written, into that of the other processes."""
+        super().finish(session, exitstatus)
         self.screen.release()  # the session may have ended before any test
         if self.rank is not None:
             self.rank.end(passed=not exitstatus)
@@ -231,55 +247,3 @@ class OuterHooks:
             self._clock.close()
         self.log.close()
         self.attachment.close()
-
-
-class LaunchedSession(RankedSession):
-    """Under torchrun or SLURM."""
-
-    def __init__(self, config: pytest.Config, settings: Settings, *, is_late: bool) -> None:
-        assert settings.outer is not None
-        self.outer: OuterLauncher = settings.outer
-        super().__init__(config, settings)
-        if is_late:
-            self.hooks.pytest_sessionstart()
-
-    def make_group(self) -> Attachment:
-        """Return the part of this process among the others of the launcher."""
-        self.attachment = Attachment(self.outer)
-        return self.attachment
-
-    def register(self) -> None:
-        """Register the hooks of this mode."""
-        self.register_hang_lines()
-        self.hooks = OuterHooks(self.config, self.settings, self.outer, self.attachment)
-        self.config.pluginmanager.register(self.hooks, "nsa-outer")
-
-    def finish_collection(self, session: pytest.Session) -> None:
-        """Decide whether this process is a follower: only where a test runs on ranks."""
-        super().finish_collection(session)
-        self.hooks.begin(session, has_ranks=self.wants_ranks(session))
-        self.writes_reports = self.attachment.leads
-        self.signals.defers = self.hooks.follows
-        self.signals.take()
-
-    def start(self, session: pytest.Session) -> None:
-        """Start the clock before this process has connections, then what tests on ranks need."""
-        if not only_lists(self.config):
-            self.hooks.start_clock()
-        super().start(session)
-        self.hooks.note_run()
-
-    def start_ranks(self, session: pytest.Session) -> None:
-        """Start the launcher, then meet the other processes, and agree on the tests."""
-        super().start_ranks(session)
-        self.attachment.meet([item.nodeid for item in session.items if needs_ranks(item)])
-
-    def begin_item(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Leave a test to the leader where it runs there alone."""
-        super().begin_item(item, nextitem)
-        return True if self.hooks.leaves_to_leader(item) else None
-
-    def take_limit(self, item: pytest.Item, limit: Any) -> bool | None:
-        """Note the limit for the clock."""
-        self.hooks.bound(item, limit.timeout)
-        return super().take_limit(item, limit)

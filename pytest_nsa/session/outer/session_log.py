@@ -1,7 +1,5 @@
 """What pytest sessions of one launch write: each its log, as it happens, for the clock (`clock`), and all one JUnit file."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib
@@ -21,7 +19,7 @@ from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.system.clock import wall_clock
 from pytest_nsa.system.disk_space import private_folder
-from pytest_nsa.system.procfs import began, read_stat
+from pytest_nsa.system.procfs import began, is_alive
 from pytest_nsa.wire.files import write_atomically
 
 LOG = "session.jsonl"
@@ -102,8 +100,7 @@ class LoggedSession:
     @property
     def is_alive(self) -> bool:
         """Whether its process lives: the kernel reuses pids."""
-        fields = read_stat(self.pid)
-        return bool(fields) and fields[0] not in "ZX" and began(self.pid) == self.process_began
+        return is_alive(self.pid, self.process_began)
 
     def read(self) -> None:
         """Read what has been added."""

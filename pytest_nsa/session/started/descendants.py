@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -34,31 +34,7 @@ from pytest_nsa.report.terminal import short_path
 from pytest_nsa.session.interrupts import at_interrupt
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.started.jobs_of_test import (
-    Concluded,
-    Occasion,
-    add_to_report,
-    conclude_jobs,
-    describe,
-    find_line,
-    has_report,
-    keep_for_report,
-    list_pids,
-    unnoticed,
-    warn,
-)
-from pytest_nsa.session.started.processes import (
-    IDLE_S,
-    WORKER_WAITS,
-    ChildStacks,
-    ProcessEnds,
-    is_interrupted,
-    joined_at_exit,
-    left_at_exit,
-    named,
-    of_ranks,
-    on_start,
-)
+from pytest_nsa.session.started import jobs_of_test, processes
 from pytest_nsa.session.started.threads import watch_exit
 from pytest_nsa.settings import Mode, Settings
 from pytest_nsa.system.clock import wall_clock
@@ -66,11 +42,6 @@ from pytest_nsa.system.descendants import Key, Process, children, started_since,
 from pytest_nsa.wire.files import read_object
 
 AGAIN_S = 6.0  # after which a test that is blocked in its cleanup since its limit is ended once more
-
-
-def by_signal(settings: Any) -> bool:
-    """Return whether pytest-timeout raises in the test by SIGALRM; else a thread of it ends the process."""
-    return settings.method == "signal" and threading.current_thread() is threading.main_thread()
 
 
 def call_around_alarm(
@@ -123,12 +94,6 @@ def call_before_timer(item: pytest.Item, settings: Any, first: Callable[[FrameTy
     timer.start()
 
 
-def look_once(jobs: Iterable[Observer]) -> None:
-    """Look at each job once."""
-    for job in jobs:
-        job.look()
-
-
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 NAMED = 6  # processes that a report names
 
@@ -167,9 +132,10 @@ class StartedRanks:
             Path(outer).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.base = Path(tempfile.mkdtemp(prefix="nsa-jobs-", dir=outer))
         self.environment = {FOLDER: str(self.base), HOST: str(os.getpid())}
-        self.stacks = ChildStacks(self.base)
+        self.stacks = processes.ChildStacks(self.base)
         self.pid = os.getpid()
         self.item: pytest.Item | None = None
+        self._shown: tuple[list[str], list[jobs_of_test.Concluded]] | None = None  # in the test's next report
         self.has_any = False  # the test has started a process
         self.began = 0.0  # the test, in seconds since the epoch
         self._since, self._before = ticks_since_boot(), children()  # the same in ticks; the children that existed then
@@ -180,12 +146,12 @@ class StartedRanks:
         self.interrupted: list[str] = []
         self._is_concluding = self._hooks_forks = False
         self._is_ended = False  # the test, so that its ranks are to be ended
-        self._is_over = is_interrupted  # whether the test has not caught what ended it
+        self._is_over = processes.is_interrupted  # whether the test has not caught what ended it
         self._is_in_phase = False  # since the test was ended
         self._failures: dict[str, bool] = {}  # of this code, and whether they have been reported
-        self.ends = ProcessEnds(self._to_end)
+        self.ends = processes.ProcessEnds(self._to_end)
         self._undo_signal: Callable[[], None] | None = None
-        self._undo_starts = on_start(self._may_start, self.environment)
+        self._undo_starts = processes.on_start(self._may_start, self.environment)
 
     # -- children
 
@@ -230,7 +196,7 @@ class StartedRanks:
     @_harmless
     def _at_interrupt(self, frame: FrameType | None) -> None:
         _, self.interrupted = self._conclude("interrupted", 0.0, frame)
-        self._is_over = is_interrupted
+        self._is_over = processes.is_interrupted
         self._end_soon()
 
     # -- a test
@@ -244,18 +210,19 @@ class StartedRanks:
         try:
             return (yield)
         finally:
-            if not is_interrupted():
+            if not processes.is_interrupted():
                 self.interrupted = []  # the test has caught it
             if self.has_any:
                 self._after_test(item)
             self.item = None
             for failure in [failure for failure, is_reported in self._failures.items() if not is_reported]:
                 self._failures[failure] = True
-                warn(item, f"the processes of this test were not followed to its end: {failure}")
+                jobs_of_test.warn(item, f"the processes of this test were not followed to its end: {failure}")
 
     @_harmless
     def _begin(self, item: pytest.Item) -> None:
         self.item, self.has_any, self._is_ended, self._is_in_phase = item, False, False, False
+        self._shown = None
         self.began, self._since, self._before = wall_clock(), ticks_since_boot(), children()
         self._others = set(list_jobs(self.base))
         self._earlier = self._earlier or threading.enumerate()
@@ -288,7 +255,7 @@ class StartedRanks:
         self._left_by |= {p.key: item.nodeid for p in alive}
         every = {p.pid for p in started_since(*self._first, f"{HOST}={self.pid}") if not p.has_ended}
         for job in list_jobs(self.base):
-            if every.isdisjoint(list_pids(job)):
+            if every.isdisjoint(jobs_of_test.list_pids(job)):
                 shutil.rmtree(job, ignore_errors=True)
 
     # -- its time limit
@@ -296,28 +263,31 @@ class StartedRanks:
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
-        if item is self.item and by_signal(settings):
+        is_main = threading.current_thread() is threading.main_thread()
+        if (
+            item is self.item and settings.method == "signal" and is_main
+        ):  # pytest-timeout raises in the test by SIGALRM
             call_around_alarm(
-                lambda frame: self._at_limit(item, settings, frame),
+                lambda frame: self._at_limit(settings, frame),
                 self._end_soon,
                 # Whether the test or its fixture is still in the phase in which it was ended.
-                lambda frame: self._is_in_phase and bool(find_line(frame, self.config.rootpath)),
+                lambda frame: self._is_in_phase and bool(jobs_of_test.find_line(frame, self.config.rootpath)),
             )
-        elif item is self.item:
+        elif item is self.item:  # a thread of it ends the process
             call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
 
     @_harmless
     def _at_end(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> None:
         """Print and write the reports, because pytest-timeout's thread then ends the process."""
-        text = self._at_limit(item, settings, frame)
+        text = self._at_limit(settings, frame)
         self.ends.finish()
         if text:
             self._write_reports(interrupted=True)
             _print([f"{item.nodeid}:", *map(visible, text)])
 
     @_harmless
-    def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
+    def _at_limit(self, settings: Any, frame: FrameType | None) -> list[str]:
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
         if is_watched or self._is_concluding or not (self._processes() or self._others):
             return []
@@ -325,7 +295,7 @@ class StartedRanks:
         jobs, text = self._conclude("deadline", settings.timeout, frame)
         self._is_over = lambda: True
         if text:
-            keep_for_report(item, jobs, text)
+            self._shown = text, jobs
         return text
 
     @_harmless
@@ -336,8 +306,8 @@ class StartedRanks:
 
     def _to_end(self) -> list[Process]:
         """Return the ranks of the test, and the processes above and below them: a later test may use others (a pool's workers)."""
-        ranks = {pid for job in set(list_jobs(self.base)) - self._others for pid in list_pids(job)}
-        return [p for p in of_ranks(self._processes(), ranks) if not p.is_helper]
+        ranks = {pid for job in set(list_jobs(self.base)) - self._others for pid in jobs_of_test.list_pids(job)}
+        return [p for p in processes.of_ranks(self._processes(), ranks) if not p.is_helper]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
@@ -349,46 +319,50 @@ class StartedRanks:
             self._at_pass(item, report)
         if call.excinfo is None or isinstance(call.excinfo.value, pytest.skip.Exception):
             return report
-        if not has_report(item) and self.has_any:
-            self._at_failure(item)
-        add_to_report(item, report, self.runner.recorder)
+        if self._shown is None and self.has_any:
+            self._at_failure()
+        if self._shown is not None:
+            jobs_of_test.add_to_report(item, report, self.runner.recorder, *self._shown)
+            self._shown = None
         return report
 
     @_harmless
-    def _at_failure(self, item: pytest.Item) -> None:
+    def _at_failure(self) -> None:
         jobs, text = self._conclude("", 0.0, None)
         if jobs and jobs[0].verdict.failed and not jobs[0].is_other:
-            keep_for_report(item, jobs, text)
+            self._shown = text, jobs
 
     @_harmless
     def _at_pass(self, item: pytest.Item, report: Any) -> None:
         """Report what a rank raised and the test has not noticed."""
-        raised = unnoticed(self.base, self.began)
+        raised = jobs_of_test.unnoticed(self.base, self.began)
         if not raised:
             return
         if self.settings.descendants_fail:
             report.outcome, report.longrepr = "failed", f"{raised}, and the test passed (ranks_descendants_fail)"
         else:
-            warn(item, f"{raised}, and the test passed (ini ranks_descendants_fail makes this a failure)")
+            jobs_of_test.warn(item, f"{raised}, and the test passed (ini ranks_descendants_fail makes this a failure)")
 
     # -- verdicts
 
     def _conclude(
         self, reason: str, timeout: float, frame: FrameType | None, nodeid: str = ""
-    ) -> tuple[list[Concluded], list[str]]:
+    ) -> tuple[list[jobs_of_test.Concluded], list[str]]:
         """Diagnose the jobs; if the test is being ended (``reason``), its ranks are to be ended."""
         self._is_concluding = True
         try:
             found, nodeid = self._processes(), self.item.nodeid if self.item is not None else nodeid
             root = self.config.rootpath
-            occasion = Occasion(reason, nodeid, str(root), timeout, self.began, self._others)
-            jobs = conclude_jobs(self.base, self.runner.folder, found, occasion, self.runner.extensions.rules)
+            occasion = jobs_of_test.Occasion(reason, nodeid, str(root), timeout, self.began, self._others)
+            jobs = jobs_of_test.conclude_jobs(
+                self.base, self.runner.folder, found, occasion, self.runner.extensions.rules
+            )
             of_jobs = {pid for job in jobs for pid in job.pids}
             # One that has ended: a failure that the test has not waited for.
             shown = [p for p in found if not p.has_ended or (p.status and p.key not in self.ends.ended)]
             others = [p for p in shown if p.pid not in of_jobs and not p.is_helper][:NAMED]
-            lines = [named(p, self.stacks.places(p.pid) if reason else ()) for p in others]
-            text = describe(jobs, lines, find_line(frame, root)) if jobs or others else []
+            lines = [processes.named(p, self.stacks.places(p.pid) if reason else ()) for p in others]
+            text = jobs_of_test.describe(jobs, lines, jobs_of_test.find_line(frame, root)) if jobs or others else []
             self._is_ended = self._is_ended or bool(reason)
             return jobs, text
         finally:
@@ -413,14 +387,14 @@ class StartedRanks:
     @_harmless
     def _at_exit(self) -> bool:
         """End the processes that multiprocessing would wait for at exit, once they are idle; return whether there were any."""
-        if os.getpid() != self.pid or not joined_at_exit():
+        if os.getpid() != self.pid or not processes.joined_at_exit():
             return False
         self._since, self._before = self._first
         self.began, self._others = 0.0, set()
         limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
-        waits = WORKER_WAITS if self._is_worker else (IDLE_S, max(limit, IDLE_S))
+        waits = processes.WORKER_WAITS if self._is_worker else (processes.IDLE_S, max(limit, processes.IDLE_S))
         watched = [self._watch_at_exit(job) for job in list_jobs(self.base) if (job / "job.json").exists()]
-        left = left_at_exit(self._processes, *waits, lambda: look_once(watched))
+        left = processes.left_at_exit(self._processes, *waits, watched)
         if not left:
             return False
         tests = sorted({self._left_by.get(p.key, "a fixture") for p in left})
@@ -463,7 +437,7 @@ class StartedRanks:
         self._undo_starts()
         if os.getpid() == self.pid:
             watch_exit(self._earlier, lambda lines: _print([visible(line) for line in lines]))
-            if joined_at_exit():
+            if processes.joined_at_exit():
                 # The program's own handlers of atexit come before this one, and may end these processes.
                 importlib.import_module("multiprocessing.util").Finalize(None, self._finish, exitpriority=0)
             else:

@@ -201,37 +201,20 @@ def _describe_ranks(job: Concluded) -> str:
     return f"{job.verdict.world_size} ranks that {by} has started"
 
 
-_shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
-
-
-def keep_for_report(item: pytest.Item, jobs: Sequence[Concluded], text: list[str]) -> None:
-    """Keep what a test's report shall show; a verdict only if it explains the failure."""
+def add_to_report(
+    item: pytest.Item, report: Any, recorder: Recorder, text: list[str], jobs: Sequence[Concluded]
+) -> None:
+    """Add a text to a report, and the verdict of the first job if that explains the failure."""
     explains = jobs[0] if jobs and not jobs[0].is_idle else None
-    item.stash[_shown_key] = (
-        text, explains.verdict if explains else None, explains.evidence.folder if explains else None
-    )  # fmt: skip
-
-
-def has_report(item: pytest.Item) -> bool:
-    """Return whether a text is kept for the test's next report."""
-    return _shown_key in item.stash
-
-
-def add_to_report(item: pytest.Item, report: Any, recorder: Recorder) -> None:
-    """Add what is kept to a report, once."""
-    text, verdict, folder = item.stash.get(_shown_key, ([], None, None))
-    if not text:
-        return
-    del item.stash[_shown_key]
     if report.failed:
-        _put_first(report, text, is_explained=verdict is not None)
-    if verdict is not None:
-        report.nsa_explained = verdict.failed
-        named = ("nsa.verdict", headline(verdict))
+        _put_first(report, text, is_explained=explains is not None)
+    if explains is not None:
+        report.nsa_explained = explains.verdict.failed
+        named = ("nsa.verdict", headline(explains.verdict))
         report.user_properties.append(named)
         item.user_properties.append(named)  # of its later reports
-        if hasattr(report, "wasxfail") and folder is not None:
-            recorder.expect_failure(folder, verdict)
+        if hasattr(report, "wasxfail"):
+            recorder.expect_failure(explains.evidence.folder, explains.verdict)
 
 
 def _put_first(report: Any, text: list[str], *, is_explained: bool) -> None:

@@ -4,8 +4,6 @@ interrupt has ended had time to do so, and find what keeps a session from ending
 ``os.environ`` of this process never has the variables: a test may compare it, and its threads may copy it at any moment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import itertools
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_dump
+from pytest_nsa.observe.observer import Observer
 from pytest_nsa.observe.second_look import dump_stacks
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import short_place
@@ -115,7 +114,8 @@ def on_start(before: Callable[[], bool], variables: Mapping[str, str]) -> Callab
     ) -> Any:
         if not before():
             return execute(self, args, executable, preexec, close, fds, cwd, env, *more)
-        if env is not None and (RANK_VARIABLES & set(env) or _is_made_from_ours(env)):
+        ours = os.environ.keys() & env.keys() if env is not None else ()
+        if env is not None and (RANK_VARIABLES & set(env) or 2 * len(ours) >= len(os.environ)):
             env = {**variables, **env}
         with _in_environment(variables):
             return execute(self, args, executable, preexec, close, fds, cwd, env, *more)
@@ -132,10 +132,6 @@ def on_start(before: Callable[[], bool], variables: Mapping[str, str]) -> Callab
         popen._execute_child, process.start = execute, start
 
     return undo
-
-
-def _is_made_from_ours(environment: Mapping[Any, Any]) -> bool:
-    return 2 * len(os.environ.keys() & environment.keys()) >= len(os.environ)
 
 
 @contextlib.contextmanager
@@ -265,19 +261,20 @@ def joined_at_exit() -> set[int]:
 
 
 def left_at_exit(
-    look: Callable[[], Sequence[Process]], idle: float, limit: float, poll: Callable[[], None]
+    look: Callable[[], Sequence[Process]], idle: float, limit: float, jobs: Sequence[Observer]
 ) -> list[Process]:
     """Wait until the processes that multiprocessing joins at exit have done no work, and moved no data, for ``idle`` seconds, or
     for ``limit`` seconds; return these processes, and those above and below them, [] if they have ended.
 
-    ``poll`` is called ten times a second.
+    ``jobs`` look ten times a second.
     """
     began = idle_since = monotonic()
     before = {p.key: (p.cpu, p.moved) for p in look()}
     while True:
         for _ in range(10):
             time.sleep(0.1)
-            poll()
+            for job in jobs:
+                job.look()
             joined = joined_at_exit()
             if not joined:
                 return []

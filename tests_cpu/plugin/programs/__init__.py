@@ -3,10 +3,8 @@
 `passes`, or an outcome (HANG, if it is given), the cause and the ranks; `?` stands for any. Further words: `certain`, `uncertain`;
 `here`, where a line that ends with `# HERE` is the verdict's or the caller's (of the same test, or `# HERE test_name`); `by RULE`;
 `in MODULE`; `with KIND` of evidence; behind a colon, a part of reason or advice. A file is a session of pytest. Its comments
-`# options: ...` and `# slow` are those of the session.
+`# options: ...` and `# slow` are those of the session. Tests run on two ranks, or as many as `world_size` names.
 """
-
-from __future__ import annotations
 
 import re
 from dataclasses import dataclass

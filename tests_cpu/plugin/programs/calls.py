@@ -10,7 +10,6 @@ from pytest_nsa import world_size
 
 
 # Half of the ranks do the one, half the other, and no round before shows which is right.
-@world_size(2)
 def test_a_first_call_that_one_of_two_makes(group):  # -> HANG ? ? uncertain
     if torch.tensor([1.0, 0.0])[group.rank]:
         dist.broadcast(torch.ones(1), 0)
@@ -64,7 +63,6 @@ def test_in_a_compiled_graph(group):  # -> skipped_collective 1: all_reduce #5 (
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@world_size(2)
 def test_healthy_functional_lists(group):  # -> passes
     tensors, world = [torch.ones(2), torch.ones(4)], dist.group.WORLD
     assert [t.sum().item() for t in functional.all_reduce_coalesced(tensors, "sum", world)] == [4, 8]
@@ -80,7 +78,6 @@ def step(x):
     return functional.wait_tensor(torch.ops._c10d_functional.all_reduce(total, "sum", dist.group.WORLD.group_name))
 
 
-@world_size(2)
 def test_healthy_compiled_and_fake_calls(group):  # -> passes
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -9,8 +9,6 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from pytest_nsa import world_size
-
 context = multiprocessing.get_context("fork")
 KEPT = []
 
@@ -19,7 +17,6 @@ def refuse(answers):
     raise ValueError("no such file")
 
 
-@world_size(2)
 def test_an_answer(group):  # -> child_process 1: one that it started has failed (exit code 1)
     if group.rank == 1:
         answers = context.Queue()
@@ -34,13 +31,11 @@ def open_all(kept):
         kept.append(open(os.devnull))
 
 
-@world_size(2)
 def test_keeps_all_descriptors(group):  # -> passes
     with pytest.raises(OSError, match="Too many open files"):
         open_all(KEPT)
 
 
-@world_size(2)
 def test_waits_without_descriptors(group):  # -> lock_deadlock 1
     kept = []
     with pytest.raises(OSError, match="Too many open files"):
@@ -50,7 +45,6 @@ def test_waits_without_descriptors(group):  # -> lock_deadlock 1
     dist.barrier()
 
 
-@world_size(2)
 def test_becomes_another_program(group):  # -> rank_exited 1
     if group.rank == 1:
         os.execv("/bin/sleep", ["sleep", "60"])

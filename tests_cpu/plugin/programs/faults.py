@@ -34,14 +34,12 @@ def step(ddp, fault):
     model(torch.ones(2, 4)).sum().backward()
 
 
-@world_size(2)
 @pytest.mark.timeout(6)
 def test_lock_in_backward(ddp):  # -> HANG lock_deadlock 1 here
     LOCK.acquire()
     step(ddp, lambda: LOCK.acquire())  # HERE
 
 
-@world_size(2)
 @pytest.mark.timeout(6)
 def test_python_loop(group):  # -> HANG infinite_loop 1 here
     if group.rank == 1:
@@ -50,7 +48,6 @@ def test_python_loop(group):  # -> HANG infinite_loop 1 here
     dist.barrier()
 
 
-@world_size(2)
 @pytest.mark.timeout(6)
 def test_sleep(group):  # -> HANG sleeping 0 here
     if group.rank == 0:
@@ -58,7 +55,6 @@ def test_sleep(group):  # -> HANG sleeping 0 here
     dist.barrier()
 
 
-@world_size(2)
 @pytest.mark.timeout(6)
 def test_stopped(group):  # -> HANG rank_stopped 1
     if group.rank == 1:
@@ -66,13 +62,11 @@ def test_stopped(group):  # -> HANG rank_stopped 1
     dist.barrier()
 
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_killed(ddp):  # -> CRASH rank_died 1 certain: SIGKILL
     step(ddp, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_segfault(group):  # -> CRASH rank_died 0 certain here: SIGSEGV
     if group.rank == 0:
@@ -80,7 +74,6 @@ def test_segfault(group):  # -> CRASH rank_died 0 certain here: SIGSEGV
     dist.barrier()
 
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_exits(group):  # -> FAIL rank_exited 1 certain
     if group.rank == 1:
@@ -105,14 +98,12 @@ def test_skips_collective(group):  # -> HANG skipped_collective 2 certain
         dist.broadcast(torch.ones(3), src=0)
 
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_left_alone(group):  # -> extra_collective 0
     if group.rank == 0:
         dist.barrier()
 
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_other_dtype(group):  # -> collective_mismatch ?: int64 x 4
     t = torch.ones(4, dtype=torch.int64 if group.rank == 1 else torch.float32)
@@ -120,7 +111,6 @@ def test_other_dtype(group):  # -> collective_mismatch ?: int64 x 4
     dist.barrier()
 
 
-@world_size(2)
 @pytest.mark.timeout(6)
 def test_slow(group):  # -> SLOW slow 0,1
     for _ in range(10000):
@@ -128,7 +118,6 @@ def test_slow(group):  # -> SLOW slow 0,1
         time.sleep(0.05)
 
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_groups_in_opposite_order(group):  # -> HANG group_order_deadlock 0,1
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
@@ -136,7 +125,6 @@ def test_groups_in_opposite_order(group):  # -> HANG group_order_deadlock 0,1
         dist.all_reduce(torch.ones(1), group=g)
 
 
-@world_size(2)
 @pytest.mark.timeout(60)
 def test_fails_while_the_other_works(group):  # -> FAIL assertion 1
     if group.rank == 0:
@@ -144,7 +132,6 @@ def test_fails_while_the_other_works(group):  # -> FAIL assertion 1
     assert group.rank == 0
 
 
-@world_size(2)
 def test_next_one_passes(group):  # -> passes
     dist.barrier()
 
@@ -159,7 +146,6 @@ def test_healthy_send_while_others_have_ended(group):  # -> passes
         dist.recv(torch.ones(1), 0)
 
 
-@world_size(2)
 def test_healthy_gather_then_one_is_slow(group):  # -> passes
     t = torch.ones(3)
     dist.gather(t, [torch.empty(3) for _ in range(2)] if group.rank == 0 else None)
@@ -177,7 +163,6 @@ def test_healthy_subgroups_while_one_is_slow(group):  # -> passes
     dist.barrier()
 
 
-@world_size(2)
 def test_healthy_work_after_the_other_has_ended(group):  # -> passes
     if group.rank == 1:
         time.sleep(2.5)

@@ -15,7 +15,6 @@ def meet(path, rank, size):
     dist.init_process_group("gloo", store=dist.FileStore(str(path), size), rank=rank, world_size=size)
 
 
-@world_size(2)
 def test_two_methods_that_backends_pair(group):  # -> passes
     if group.rank == 0:
         time.sleep(2.5)
@@ -49,7 +48,6 @@ def test_a_message_in_the_second_pair(tmp_path):  # -> p2p_unmatched 3
 
 
 @pytest.mark.parametrize("number", [1, 2])  # the second is forked ahead: its group is made before it knows its test
-@world_size(2)
 def test_groups_in_another_order(group, number):  # -> group_order_deadlock ?
     groups = dist.new_group(), dist.new_group()
     dist.barrier(groups[group.rank])

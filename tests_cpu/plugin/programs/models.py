@@ -51,25 +51,21 @@ def test_another_order(ddp, group):  # -> FAIL silent_divergence 1 by wrapped.or
 
 
 @check_divergence
-@world_size(2)
 def test_the_same_order_by_other_names(ddp, group):  # -> passes
     train(ddp, Net("a", f"own_{group.rank}"))
 
 
-@world_size(2)
 def test_another_dtype(ddp, group):  # -> collective_mismatch 0,1 by wrapped.incompatible
     model = Net("a", "b")
     train(ddp, model.bfloat16() if group.rank == 1 else model)
 
 
-@world_size(2)
 def test_fewer(ddp, group):  # -> collective_mismatch 0,1 by wrapped.incompatible
     model = Net("a", "b")
     model.b.requires_grad_(group.rank == 0)
     train(ddp, model)
 
 
-@world_size(2)
 def test_a_refusal_that_is_expected(ddp, group):  # -> rank_exception 1 by exits.rank_raised
     model = Net("a", "b")
     model.b = nn.Linear(8, 4 + group.rank, bias=False)
@@ -150,7 +146,6 @@ def run_once(ddp, model):
 
 
 @pytest.mark.timeout(30)
-@world_size(2)
 def test_a_recomputation(ddp, group):  # -> ? 1 in blocks.1.mlp
     model, calls = Blocks(recomputes=True), []
 
@@ -164,7 +159,6 @@ def test_a_recomputation(ddp, group):  # -> ? 1 in blocks.1.mlp
 
 
 @pytest.mark.timeout(30)
-@world_size(2)
 def test_the_gradient_of_an_output(ddp, group):  # -> ? 1 in blocks.2.mlp
     model = Blocks()
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_nsa import world_size
-
 
 class Branches(torch.nn.Module):
     def __init__(self):
@@ -19,24 +17,20 @@ class Branches(torch.nn.Module):
         return self.a(x) if x.sum() > 0 else self.b(x)
 
 
-@world_size(2)
 def test_branches(ddp):  # -> ? ?: on rank 1 parameters took no part in the last backward: a.weight, a.bias
     model = ddp.wrap(Branches())
     for _ in range(2):
         model(torch.ones(2, 4) * (-1) ** ddp.rank).sum().backward()
 
 
-@world_size(2)
 def test_group_of_exceptions(group):  # -> assertion 0,1: different errors or values
     raise ExceptionGroup("files", [ValueError("bad header") if group.rank else OSError("disk full")])
 
 
-@world_size(2)
 def test_alike(group):  # -> assertion 0,1: no rank differs
     assert group.world_size == 3
 
 
-@world_size(2)
 def test_a_nan_that_is_meant(ddp):  # -> assertion 1
     loss = ddp.wrap(torch.nn.Linear(4, 1))(torch.full((2, 4), float("nan"))).sum()
     loss.backward()
@@ -44,7 +38,6 @@ def test_a_nan_that_is_meant(ddp):  # -> assertion 1
     assert ddp.rank == 0
 
 
-@world_size(2)
 def test_skipped_on_one(group):  # -> FAIL ? 1 here: what all ranks know
     if group.rank == 1:
         pytest.skip("no data")  # HERE
@@ -56,7 +49,6 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-@world_size(2)
 def test_reads_at_once(group, tmp_path):  # -> rank_exception 1: before its writer was done
     if group.rank == 0:
         wait_for(tmp_path / "has read")
@@ -83,7 +75,6 @@ def read(group):
         time.sleep(0.05)
 
 
-@world_size(2)
 def test_waits_after_an_error(group):  # -> sleeping 0 with handled_exception
     read(group)
     dist.barrier()

@@ -10,10 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from pytest_nsa import world_size
 
-
-@world_size(2)
 @pytest.mark.timeout(4)
 def test_a_frozen_clock(group, monkeypatch):  # -> lock_deadlock 1
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -27,7 +24,6 @@ def refuse(*_, **__):
     raise OSError("replaced")
 
 
-@world_size(2)
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed")])
 def test_a_disk_that_a_test_fills(group, monkeypatch, error):  # -> assertion 1: AssertionError: assert 1 == 0
     def fail(*_):
@@ -37,7 +33,6 @@ def test_a_disk_that_a_test_fills(group, monkeypatch, error):  # -> assertion 1:
     assert group.rank == 0
 
 
-@world_size(2)
 def test_functions_of_the_interpreter(group, monkeypatch):  # -> assertion 1: AssertionError: assert 1 == 0
     for owner, name in ((builtins, "open"), (json, "dumps"), (json, "loads"), (os, "kill"), (os, "getpid")):
         monkeypatch.setattr(owner, name, refuse)

@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_nsa import world_size
-
 held = threading.Lock()
 WAITS = {
     "event": lambda: threading.Event().wait(3),
@@ -38,7 +36,6 @@ def work(seconds):
         sum(range(10_000))
 
 
-@world_size(2)
 @pytest.mark.parametrize("name", [*sorted(WAITS), "timer"])
 def test_a_thread_waits_with_a_limit_and_sends(group, name):  # -> passes
     held.acquire(blocking=False)
@@ -57,7 +54,6 @@ def test_a_thread_waits_with_a_limit_and_sends(group, name):  # -> passes
         dist.send(torch.ones(1), 1)
 
 
-@world_size(2)
 def test_an_executor_writes_and_meets_the_others(group):  # -> passes
     side = dist.new_group()
 
@@ -74,7 +70,6 @@ def test_an_executor_writes_and_meets_the_others(group):  # -> passes
         written.result()
 
 
-@world_size(2)
 def test_a_pool_computes(group):  # -> passes
     if group.rank == 0:
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as executor:
@@ -82,7 +77,6 @@ def test_a_pool_computes(group):  # -> passes
     dist.barrier()
 
 
-@world_size(2)
 def test_a_thread_multiplies(group):  # -> passes
     def multiply():
         a, end = torch.randn(500, 500), time.monotonic() + 6

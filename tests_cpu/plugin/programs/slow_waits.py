@@ -30,7 +30,6 @@ def test_functional_in_a_group(group):  # -> passes
     dist.barrier()
 
 
-@world_size(2)
 def test_sleeps_for_as_long_as_a_tensor_says(group):  # -> passes
     delay, side = torch.tensor(3.0), dist.new_group()
     if group.rank == 0:
@@ -43,7 +42,6 @@ def test_sleeps_for_as_long_as_a_tensor_says(group):  # -> passes
         dist.all_reduce(torch.ones(1))
 
 
-@world_size(2)
 @pytest.mark.parametrize("what", ["functional", "monitored_barrier", "recv", "store"])
 def test_expects_a_limit(group, what):  # -> passes
     short = dist.new_group(timeout=SHORT)
@@ -59,7 +57,6 @@ def test_expects_a_limit(group, what):  # -> passes
             waits[what]()
 
 
-@world_size(2)
 def test_pauses_twice_at_one_place(group):  # -> passes
     for _ in range(2):
         time.sleep(4.5 * group.rank)

@@ -129,7 +129,6 @@ def test_all_calls_of_tensors_that_are_distributed(counted):  # -> passes
     (one @ other).redistribute(mesh, [Shard(1)]).full_tensor().sum().backward()
 
 
-@world_size(2)
 def test_all_calls_of_a_pipeline(group, counted):  # -> passes
     stage = PipelineStage(nn.Linear(8, 8), group.rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda out, target: (out - target).sum())
@@ -150,7 +149,6 @@ def test_all_calls_of_a_compiled_graph(counted):  # -> passes
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
-@world_size(2)
 def test_recording_is_not_compiled(group):  # -> passes
     def twice_of_rank_0(x):
         y = x * 2
@@ -164,7 +162,6 @@ def test_recording_is_not_compiled(group):  # -> passes
     assert counters["frames"]["total"] - before == 2  # the two halves of the function
 
 
-@world_size(2)
 def test_all_calls_of_a_checkpoint_in_a_thread(group, counted):  # -> passes
     folder = [tempfile.mkdtemp() if group.rank == 0 else ""]
     dist.broadcast_object_list(folder)

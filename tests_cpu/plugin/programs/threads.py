@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_nsa import world_size
-
 
 def work(seconds):
     end = time.monotonic() + seconds
@@ -22,7 +20,6 @@ def work(seconds):
         sum(range(10_000))
 
 
-@world_size(2)
 def test_a_thread_reduces_over_another_group(group):  # -> passes
     side, steps = dist.new_group(), queue.Queue()
 
@@ -47,7 +44,6 @@ def test_a_thread_reduces_over_another_group(group):  # -> passes
 
 
 # What a thread runs without a frame of the program's has the line that gave it to the thread.
-@world_size(2)
 def test_in_asyncio(group):  # -> ? ? here
     async def meet():
         if group.rank == 0:
@@ -56,7 +52,6 @@ def test_in_asyncio(group):  # -> ? ? here
     asyncio.run(meet())
 
 
-@world_size(2)
 def test_in_a_thread(group):  # -> ? ? here
     thread = threading.Thread(target=dist.barrier)
     if group.rank == 0:
@@ -65,7 +60,6 @@ def test_in_a_thread(group):  # -> ? ? here
     dist.all_reduce(torch.ones(2))
 
 
-@world_size(2)
 def test_an_executor_sleeps(group):  # -> sleeping 1 here
     async def pause():
         if group.rank == 1:
@@ -76,7 +70,6 @@ def test_an_executor_sleeps(group):  # -> sleeping 1 here
 
 
 # A rank ends after the threads that another one may need; one that waits in vain for it gets its error.
-@world_size(2)
 def test_a_thread_sends_later(group):  # -> passes
     def send_later():
         time.sleep(3)
@@ -88,7 +81,6 @@ def test_a_thread_sends_later(group):  # -> passes
         dist.recv(torch.ones(1), 0)
 
 
-@world_size(2)
 def test_autograd_waits(group):  # -> passes
     model = DistributedDataParallel(nn.Linear(8, 8))
     loss = model(torch.randn(4, 8)).sum()
@@ -97,7 +89,6 @@ def test_autograd_waits(group):  # -> passes
             loss.backward()
 
 
-@world_size(2)
 def test_it_polls_a_thread_and_a_future_wait(group):  # -> passes
     dist.barrier()
     if group.rank == 0:
@@ -110,14 +101,12 @@ def test_it_polls_a_thread_and_a_future_wait(group):  # -> passes
             pool.submit(dist.all_reduce, torch.ones(1)).result()
 
 
-@world_size(2)
 def test_one_raises_before_its_backward(group):  # -> rank_exception 1 certain
     model = DistributedDataParallel(nn.Linear(8, 8))
     assert group.rank == 0
     model(torch.randn(4, 8)).sum().backward()
 
 
-@world_size(2)
 def test_a_rank_works_through_small_modules(ddp, group):  # -> passes
     model = ddp.wrap(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()

@@ -11,8 +11,6 @@ import time
 import pytest
 import torch.distributed as dist
 
-from pytest_nsa import world_size
-
 
 class Unpicklable(Exception):
     def __init__(self, lock):
@@ -48,54 +46,45 @@ def hangs_in_teardown(group):
         time.sleep(1000)
 
 
-@world_size(2)
 def test_sys_exit(group):  # -> FAIL rank_exited 1
     if group.rank == 1:
         sys.exit(3)
     dist.barrier()
 
 
-@world_size(2)
 def test_abort(group):  # -> CRASH rank_died 1
     if group.rank == 1:
         os.abort()
     dist.barrier()
 
 
-@world_size(2)
 def test_unpicklable(group):  # -> FAIL assertion 0,1
     raise Unpicklable(threading.Lock())
 
 
-@world_size(2)
 def test_unprintable(group):  # -> FAIL assertion 0,1
     raise Unprintable()
 
 
-@world_size(2)
 def test_long_text(group):  # -> FAIL rank_exception 1
     if group.rank == 1:
         raise ValueError("x" * 100_000_000)
 
 
-@world_size(2)
 def test_set_up_fails(group, no_set_up):  # -> FAIL rank_exception 1
     pass
 
 
-@world_size(2)
 @pytest.mark.timeout(5)
-def test_set_up_hangs(hangs_in_set_up):  # -> HANG sleeping 1
+def test_set_up_hangs(group, hangs_in_set_up):  # -> HANG sleeping 1
     dist.barrier()
 
 
-@world_size(2)
 @pytest.mark.timeout(5)
 def test_teardown_hangs(group, hangs_in_teardown):  # -> HANG sleeping 1
     pass
 
 
-@world_size(2)
 @pytest.mark.timeout(5)
 def test_native_call_that_holds_the_gil(group):  # -> HANG gil_held 1
     if group.rank == 1:
@@ -103,21 +92,18 @@ def test_native_call_that_holds_the_gil(group):  # -> HANG gil_held 1
     dist.barrier()
 
 
-@world_size(2)
 def test_no_descriptors(group):  # -> FAIL rank_exception 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     if group.rank == 1:
         keep = [open("/dev/null") for _ in range(100)]
 
 
-@world_size(2)
 def test_closes_everything(group):  # -> ? ?
     if group.rank == 1:
         os.closerange(3, 4096)
     assert group.rank == 0
 
 
-@world_size(2)
 def test_interrupts_itself(group):  # -> FAIL rank_exception 1
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
@@ -126,7 +112,6 @@ def test_interrupts_itself(group):  # -> FAIL rank_exception 1
     dist.barrier()
 
 
-@world_size(2)
 def test_recursion(group):  # -> FAIL assertion 0,1
     def deeper():
         return deeper()
@@ -134,7 +119,6 @@ def test_recursion(group):  # -> FAIL assertion 0,1
     deeper()
 
 
-@world_size(2)
 def test_loses_its_folder(group, tmp_path):  # -> FAIL assertion 1
     os.chdir(tmp_path)
     dist.barrier()

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_nsa import world_size
 
 
-@world_size(2)
 def test_an_output_without_storage(group):  # -> passes
     y = nn.Linear(8, 8)(torch.ones(1000, 8))
     y.untyped_storage().resize_(0)

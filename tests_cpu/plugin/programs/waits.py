@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from pytest_nsa import world_size
-
 SHORT = timedelta(seconds=2.5)
 
 
@@ -20,7 +18,6 @@ def times_out():
     return pytest.raises(RuntimeError, match=r"(?i)(timed|time) ?out|rank 1 failed to pass")
 
 
-@world_size(2)
 def test_backs_off_after_a_time_limit(group):  # -> passes
     short = dist.new_group(timeout=timedelta(seconds=1))
     if group.rank == 0:
@@ -30,7 +27,6 @@ def test_backs_off_after_a_time_limit(group):  # -> passes
     dist.barrier()
 
 
-@world_size(2)
 def test_expects_the_limit_of_a_wait(group):  # -> passes
     if group.rank == 0:
         time.sleep(0.5)  # the other rank has ended by now
@@ -38,7 +34,6 @@ def test_expects_the_limit_of_a_wait(group):  # -> passes
             dist.all_reduce(torch.ones(2), async_op=True).wait(SHORT)
 
 
-@world_size(2)
 @pytest.mark.parametrize("how", ["_set_pg_timeout", "set_timeout"])
 def test_expects_a_limit_that_it_has_set(group, how):  # -> passes or skips
     set_limit = getattr(dist.distributed_c10d, how, None)  # torch 2.15 has the second
@@ -51,7 +46,6 @@ def test_expects_a_limit_that_it_has_set(group, how):  # -> passes or skips
         dist.broadcast(torch.ones(1), 1 - group.rank)
 
 
-@world_size(2)
 def test_functional_by_name_and_not(group):  # -> passes
     time.sleep(2.5 * group.rank)
     if group.rank:
@@ -60,7 +54,6 @@ def test_functional_by_name_and_not(group):  # -> passes
         functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name))
 
 
-@world_size(2)
 def test_joins_a_thread_for_a_time(group):  # -> passes
     if group.rank == 0:
         dist.recv(torch.empty(1), src=1)
@@ -73,7 +66,6 @@ def test_joins_a_thread_for_a_time(group):  # -> passes
     thread.join()
 
 
-@world_size(2)
 def test_waits_for_a_child_for_a_time(group):  # -> passes
     if group.rank == 1:
         with pytest.raises(subprocess.TimeoutExpired):
