@@ -58,9 +58,12 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
         outcome = "passed"
     finally:
         _note(
-            python=str(session.python), torch=torch, pytest=pytest, outcome=outcome,
+            python=str(session.python),
+            torch=torch,
+            pytest=pytest,
+            outcome=outcome,
             seconds=round(time.monotonic() - began),
-        )  # fmt: skip
+        )
 
 
 @nox.session(python=PYTHONS)

@@ -187,9 +187,12 @@ def tables_without(
 
 
 def crossvalidated(
-    recorded: dict[Fault, Evidence], depend: dict[str, set[Fault]], tables: Mapping[str, fit.Weights],
-    part_of: Callable[[Fault], str], tenth_of: Callable[[Fault], str],
-) -> dict[str, Any]:  # fmt: skip
+    recorded: dict[Fault, Evidence],
+    depend: dict[str, set[Fault]],
+    tables: Mapping[str, fit.Weights],
+    part_of: Callable[[Fault], str],
+    tenth_of: Callable[[Fault], str],
+) -> dict[str, Any]:
     """Return how many verdicts are right where each part is diagnosed without the functions that it alone needs, and by weights
     that were fitted without the tenth that holds the part.
     """

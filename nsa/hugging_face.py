@@ -164,10 +164,15 @@ class NSALlamaModel(LlamaModel):
             layer.self_attn = NSALlamaAttention(config, index)
 
     def forward(
-        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None, cache: Cache | None = None, inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None, **others: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **others: Any,
+    ) -> Any:
         """As LlamaModel's. Positions that begin again in a batch of one are packed sequences, of which none sees another."""
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
@@ -258,9 +263,13 @@ def refuse_padding(attention_mask: torch.Tensor, batch: int, tokens: int) -> Non
 
 
 def refuse_arguments(
-    batch: int, tokens: int, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: Any,
+    batch: int,
+    tokens: int,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cache: Any,
     others: dict[str, Any],
-) -> list[int] | None:  # fmt: skip
+) -> list[int] | None:
     """Return the ends of packed sequences, None without; others [batch, tokens] are read on the host, once for all layers.
 
     Raises ValueError for what NSA would drop: a foreign cache, padding before a token, positions that are not those of the tokens,

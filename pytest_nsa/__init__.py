@@ -41,10 +41,28 @@ if TYPE_CHECKING:
     from pytest_nsa.session.launch import Outcome
 
 __all__ = [
-    "LayerRange", "OnRanks", "Outcome", "Verdict", "backend", "branch", "check_divergence", "cores", "fails_as",
-    "gc_range", "gpu", "hash_seeds", "host_fixture", "rank_env", "rerun", "reuse", "scenario", "static_graph", "trace",
-    "trace_kinds", "world_size",
-]  # fmt: skip
+    "LayerRange",
+    "OnRanks",
+    "Outcome",
+    "Verdict",
+    "backend",
+    "branch",
+    "check_divergence",
+    "cores",
+    "fails_as",
+    "gc_range",
+    "gpu",
+    "hash_seeds",
+    "host_fixture",
+    "rank_env",
+    "rerun",
+    "reuse",
+    "scenario",
+    "static_graph",
+    "trace",
+    "trace_kinds",
+    "world_size",
+]
 
 _LATE = {
     "OnRanks": "pytest_nsa.cases", "Outcome": "pytest_nsa.session.launch", "Verdict": "pytest_nsa.diagnosis.verdict",

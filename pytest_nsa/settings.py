@@ -324,10 +324,13 @@ def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
     if getattr(config.option, "numprocesses", None):
         raise pytest.UsageError("-n under torchrun or SLURM: each of its processes is a rank already; remove -n")
     return OuterLauncher(
-        rank=int(values[0] or 0), world_size=int(values[1] or 1), address=env["MASTER_ADDR"], port=int(values[2] or 0),
+        rank=int(values[0] or 0),
+        world_size=int(values[1] or 1),
+        address=env["MASTER_ADDR"],
+        port=int(values[2] or 0),
         serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=f"{env.get('TORCHELASTIC_RUN_ID', '')} {env.get('TORCHELASTIC_RESTART_COUNT', '')}",
-    )  # fmt: skip
+    )
 
 
 def _bisect_env(config: pytest.Config) -> dict[str, str]:

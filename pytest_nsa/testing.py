@@ -70,9 +70,13 @@ def run_folder(folder: Path, *arguments: str, timeout: float = 170) -> ExampleRe
 def start_pytest(folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
     """Run pytest in ``folder`` in a separate process. Raises subprocess.TimeoutExpired."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments], cwd=folder, text=True, capture_output=True, timeout=timeout,
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=timeout,
         check=False,
-    )  # fmt: skip
+    )
     print(done.stdout, done.stderr, sep="\n")  # for the report of a test that fails
     return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
 
@@ -95,6 +99,10 @@ def read_result(folder: Path, result: pytest.RunResult) -> ExampleResult:
     except ValueError:  # the run printed no closing line
         outcomes = {}
     return ExampleResult(
-        outcomes=outcomes, returncode=int(result.ret), stdout=result.stdout.str(), stderr=result.stderr.str(), run=run,
+        outcomes=outcomes,
+        returncode=int(result.ret),
+        stdout=result.stdout.str(),
+        stderr=result.stderr.str(),
+        run=run,
         verdicts=verdicts,
-    )  # fmt: skip
+    )

@@ -156,9 +156,13 @@ class _Forked(subprocess.Popen[str]):
         ]
         try:
             self.pid = self._warm.fork(
-                fds, os.environ if env is None else env, python=args[1:], cwd=str(cwd or os.getcwd()),
-                session=start_new_session, nursery=self._nursery,
-            )  # fmt: skip
+                fds,
+                os.environ if env is None else env,
+                python=args[1:],
+                cwd=str(cwd or os.getcwd()),
+                session=start_new_session,
+                nursery=self._nursery,
+            )
             self._child_created = True
         finally:
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]

@@ -22,8 +22,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @rank_env(TORCH_FR_BUFFER_SIZE="2000")  # a rank that stalls leaves a dump of torch's flight recorder
 def test_scenario(
-    row: Scenario, group: Group, artifacts: Path, fault: str | None, branch: str | None, gc_range: LayerRange | None,
+    row: Scenario,
+    group: Group,
+    artifacts: Path,
+    fault: str | None,
+    branch: str | None,
+    gc_range: LayerRange | None,
     pytestconfig: pytest.Config,
-) -> None:  # fmt: skip
+) -> None:
     culprit = pytestconfig.getoption("--fault-rank")
     run(row, size_of(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))

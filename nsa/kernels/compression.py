@@ -10,9 +10,12 @@ from nsa.sizes import check_sizes
 
 
 def compress(
-    x: torch.Tensor, *, compress_block: int = 32, compress_stride: int = 16,
+    x: torch.Tensor,
+    *,
+    compress_block: int = 32,
+    compress_stride: int = 16,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the mean of each block of l tokens, one block every d: keys or values for `nsa_attention`'s k_cmp and v_cmp.
 
     Args:

@@ -149,10 +149,20 @@ def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.
 
 
 def nsa_attention(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
-    k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor, *, sizes: Sizes, scale: float | None = None,
-    cu_seqlens: torch.Tensor | Sequence[int] | None = None, backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    k_sel: torch.Tensor,
+    v_sel: torch.Tensor,
+    k_win: torch.Tensor,
+    v_win: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    sizes: Sizes,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
     """Native Sparse Attention, the gated sum of three branches (arXiv 2502.11089, Eq. 5).
 
     Args:
@@ -187,9 +197,16 @@ def nsa_attention(
 
 
 def reference_attention(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
-    k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor, **settings: Any,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    k_sel: torch.Tensor,
+    v_sel: torch.Tensor,
+    k_win: torch.Tensor,
+    v_win: torch.Tensor,
+    gates: torch.Tensor,
+    **settings: Any,
+) -> torch.Tensor:
     """Return `nsa_attention` by the equations (``nsa.kernels.reference``); same arguments and shapes, any float dtype."""
     return nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, **{**settings, "backend": "reference"})
 

@@ -144,12 +144,25 @@ class NSAAttention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *, v_head_dim: int | None = None,
-        compress_block: int = 32, compress_stride: int = 16, select_block: int = 64, n_select: int = 16,
-        window: int = 512, compression: str = "mean", gate_hidden: int | None = None,
-        force_branch: Branch | None = None, stop_gate_gradient: bool = False, rope_theta: float = 10000.0,
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        compress_block: int = 32,
+        compress_stride: int = 16,
+        select_block: int = 64,
+        n_select: int = 16,
+        window: int = 512,
+        compression: str = "mean",
+        gate_hidden: int | None = None,
+        force_branch: Branch | None = None,
+        stop_gate_gradient: bool = False,
+        rope_theta: float = 10000.0,
         backend: str = "auto",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         gate_hidden = max(16, dim // 4) if gate_hidden is None else gate_hidden
@@ -281,9 +294,18 @@ class NSAAttention(nn.Module):
                 listener(chosen)
             return out[forced]
         y = attend(
-            q, cmp, sel, win, gates, sizes, scale=scale, backend=self.backend, ends=ends, listener=listener,
+            q,
+            cmp,
+            sel,
+            win,
+            gates,
+            sizes,
+            scale=scale,
+            backend=self.backend,
+            ends=ends,
+            listener=listener,
             forced=forced,
-        )  # fmt: skip
+        )
         return y + zero_times(*cmp, *sel, *win, gates) if forced else y
 
 

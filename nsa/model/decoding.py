@@ -238,9 +238,15 @@ def _importance(p: torch.Tensor, n_blocks: int, a: int, r: int) -> torch.Tensor:
 
 
 def _selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, t: torch.Tensor, l_sel: int, n_sel: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chosen: torch.Tensor,
+    t: torch.Tensor,
+    l_sel: int,
+    n_sel: int,
     scale: float,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Attend to the chosen blocks' tokens, gathered per query: [B, T, H, Dv] in v's dtype. chosen bool [B, T, G, Ns].
 
     In float32 for the half types, under autocast too: q k^T exceeds float16's range before it is scaled.

@@ -83,9 +83,15 @@ class TraceSession:
         self.board.open(None, 0, 1)
 
     def begin(
-        self, folder: str | os.PathLike[str], rank: int, world_size: int, label: str = "", beats: Path | None = None, *,
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        world_size: int,
+        label: str = "",
+        beats: Path | None = None,
+        *,
         checksums: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: ``folder``).
 
         With ``checksums``, also those of what DDP keeps equal on all ranks. Raises ValueError if the level is light.

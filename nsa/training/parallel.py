@@ -154,10 +154,14 @@ def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) ->
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
-        model, device_ids=[device.index] if device.type == "cuda" else None, static_graph=options.static_graph,
-        find_unused_parameters=options.find_unused_parameters, gradient_as_bucket_view=options.gradient_as_bucket_view,
-        bucket_cap_mb=options.bucket_cap_mb, **{buffers: options.broadcast_buffers},
-    )  # fmt: skip
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        static_graph=options.static_graph,
+        find_unused_parameters=options.find_unused_parameters,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        bucket_cap_mb=options.bucket_cap_mb,
+        **{buffers: options.broadcast_buffers},
+    )
 
 
 def has_fsdp2(device: torch.device) -> bool:

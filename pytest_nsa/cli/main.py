@@ -103,9 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("base", metavar="RUN_A", type=Path, help="the run before, as artifacts/run_...")
     command.add_argument("new", metavar="RUN_B", type=Path, help="the run now, as artifacts/latest")
     command.add_argument(
-        "--repeat-a", metavar="RUN", type=Path, action="append", default=[],
+        "--repeat-a",
+        metavar="RUN",
+        type=Path,
+        action="append",
+        default=[],
         help="a repeat of RUN_A: bounds of the noise",
-    )  # fmt: skip
+    )
     command.add_argument("--repeat-b", metavar="RUN", type=Path, action="append", default=[], help="a repeat of RUN_B")
     command = commands.add_parser("explain", help="print the page of a cause: an example, how it is known, what to do")
     command.add_argument("cause", metavar="CAUSE", help="as in a verdict, skipped_collective")

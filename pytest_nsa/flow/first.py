@@ -95,15 +95,19 @@ class FirstDivergence:
     def from_json(cls, data: Mapping[str, Any]) -> FirstDivergence:
         """Build it from what `to_json` returned, as JSON reads it."""
         return cls(
-            kind=data["kind"], where=data["where"], statement=data["statement"],
+            kind=data["kind"],
+            where=data["where"],
+            statement=data["statement"],
             outcomes={name: tuple(ranks) for name, ranks in data["outcomes"].items()},
             values={name: {int(r): v for r, v in of.items()} for name, of in data["values"].items()},
             because=tuple(Step(**{**step, "values": tuple(step["values"])}) for step in data["because"]),
-            within=data["within"], is_alone=data["is_alone"], inside=tuple(data.get("inside", ())),
+            within=data["within"],
+            is_alone=data["is_alone"],
+            inside=tuple(data.get("inside", ())),
             then={int(rank): (where, text) for rank, (where, text) in data.get("then", {}).items()},
             raised_before=tuple(data.get("raised_before", ())),
             others={name: tuple(ranks) for name, ranks in data.get("others", {}).items()},
-        )  # fmt: skip
+        )
 
 
 def find_first(
@@ -250,13 +254,18 @@ def _described(here: Sequence[tuple[Parting, Pair]], elsewhere: Sequence[Pair]) 
         if caller is not None:
             shown, line = caller, caller.lines[caller_at]
     return FirstDivergence(
-        kind=parting.kind, where=place(shown, line), statement=read_source(shown.file).head(line),
+        kind=parting.kind,
+        where=place(shown, line),
+        statement=read_source(shown.file).head(line),
         outcomes={name: tuple(sorted(ranks)) for name, ranks in sorted(outcomes.items())},
         values={name: dict(sorted(of.items())) for name, of in values.items()},
-        because=tuple(trace_back(parting, (pair.one, pair.other), lambda: _list_earlier(parting, pair))), within=within,
-        is_alone=not others, inside=tuple(sorted(inside)), then=dict(sorted(then.items())),
+        because=tuple(trace_back(parting, (pair.one, pair.other), lambda: _list_earlier(parting, pair))),
+        within=within,
+        is_alone=not others,
+        inside=tuple(sorted(inside)),
+        then=dict(sorted(then.items())),
         raised_before=tuple(sorted(raised_before)),
-    )  # fmt: skip
+    )
 
 
 def _has_raised_before(parting: Parting, which: int, flow: Flow, call: Call | None) -> bool:

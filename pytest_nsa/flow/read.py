@@ -270,10 +270,16 @@ class _Reader:
 
 def _call(facts: dict[str, Any], place: tuple[int, int]) -> Call:
     return Call(
-        kind=str(facts.get("kind", "collective")), op=str(facts.get("op", "")), group=str(facts.get("group", "")),
-        what=str(facts.get("what", "")), peer=int(facts.get("peer", -1)), root=int(facts.get("root", -1)),
-        note=str(facts.get("note", "")), key=str(facts.get("key", "")), place=place,
-    )  # fmt: skip
+        kind=str(facts.get("kind", "collective")),
+        op=str(facts.get("op", "")),
+        group=str(facts.get("group", "")),
+        what=str(facts.get("what", "")),
+        peer=int(facts.get("peer", -1)),
+        root=int(facts.get("root", -1)),
+        note=str(facts.get("note", "")),
+        key=str(facts.get("key", "")),
+        place=place,
+    )
 
 
 _LOST = Call("lost", "", "", "", -1, -1, "", "", (0, -1))

@@ -51,9 +51,16 @@ _ENDED = re.compile(r"\brank\s*:\s*(?P<rank>\d+) \(local_rank")
 _EXIT = re.compile(r"\bexitcode\s*:\s*(?P<code>-?\d+)")
 _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): (?P<message>.*)")
 _MARKS = (
-    "Watchdog", "enqueued", "monitoredBarrier", "NCCL INFO", "Traceback", "Error", "Exception", "exitcode",
+    "Watchdog",
+    "enqueued",
+    "monitoredBarrier",
+    "NCCL INFO",
+    "Traceback",
+    "Error",
+    "Exception",
+    "exitcode",
     "local_rank",
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -118,9 +125,12 @@ def _add_watchdog(job: ForeignJob, text: str, state: _State) -> None:
         shape = [int(n) for n in re.findall(r"\d+", found["shape"] or "")]
         count = int(found["count"]) if found["count"] else (shape[0] if len(shape) == 1 else 0)
         call = ForeignCall(
-            group=_group(found), number=int(found["number"]), op=name_of_op(found["op"]), count=count,
+            group=_group(found),
+            number=int(found["number"]),
+            op=name_of_op(found["op"]),
+            count=count,
             dtype="?" if count or found["count"] else "",
-        )  # fmt: skip
+        )
         if call not in rank.calls:
             rank.calls.append(call)
         state.found.add("watchdog")

@@ -151,9 +151,15 @@ class Observer:
     """
 
     def __init__(
-        self, folder: Path, *, ranks: Collection[int] = (), notes: Path | None = None,
-        read: Callable[[], Evidence] | None = None, announce: Announce | None = None, job: LaunchedJob | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        *,
+        ranks: Collection[int] = (),
+        notes: Path | None = None,
+        read: Callable[[], Evidence] | None = None,
+        announce: Announce | None = None,
+        job: LaunchedJob | None = None,
+    ) -> None:
         self.folder, self.notes, self.announce = folder, notes or folder, announce
         self.log, self._suspicions = self.notes / "host.jsonl", self.notes / "suspicions.jsonl"
         boards = {rank: BoardReader(folder / f"rank{rank}" / "board.bin") for rank in ranks}
@@ -289,9 +295,14 @@ class Observer:
         return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)
 
     def stop(
-        self, reason: str, alive: Mapping[int, int], *, by: str = "", signal: Callable[[int, int], None] | None = None,
+        self,
+        reason: str,
+        alive: Mapping[int, int],
+        *,
+        by: str = "",
+        signal: Callable[[int, int], None] | None = None,
         more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record why the job ends, and what its ranks do; ``signal(rank, number)``, where it is given, lets them dump their stacks.
 
         The dump is last, because its signal may wake the very call that hung.

@@ -107,9 +107,14 @@ class RankProcess:
     """A rank of a worker group. It runs the job that it was forked for, or the jobs that it receives through ``control``."""
 
     def __init__(
-        self, number: int, spec: GroupSpec, store: Path, items: Mapping[str, pytest.Item],
-        control: Channel | None = None, ports: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        spec: GroupSpec,
+        store: Path,
+        items: Mapping[str, pytest.Item],
+        control: Channel | None = None,
+        ports: Sequence[int] = (),
+    ) -> None:
         self.ports = ports  # for groups that a test makes itself
         self.number, self.spec, self.store, self.items, self.control = number, spec, store, items, control
         self._config = next((item.config for item in items.values()), None)
@@ -176,9 +181,13 @@ class RankProcess:
         session = installed()
         add_user_file(job.body)
         session.begin(
-            folder, self.number, job.world_size, job.parallel.upper(), beats=Path(job.folder),
+            folder,
+            self.number,
+            job.world_size,
+            job.parallel.upper(),
+            beats=Path(job.folder),
             checksums=job.check_divergence,
-        )  # fmt: skip
+        )
 
         record_models(session.observer, folder, session.heartbeat)
         listen_to_traces()

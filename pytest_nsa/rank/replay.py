@@ -110,8 +110,13 @@ class SpareFiles:
 # Plugins of pytest itself that use the terminal, or would take faulthandler from the rank; others are in `host_plugins`.
 # pytest-cov's contexts belong to the host's measurement, which a rank replaces by one of its test alone.
 REMOVED_PLUGINS = (
-    "terminalreporter", "terminalprogress-plugin", "faulthandler", "pdbinvoke", "pdbtrace", "_cov_contexts",
-)  # fmt: skip
+    "terminalreporter",
+    "terminalprogress-plugin",
+    "faulthandler",
+    "pdbinvoke",
+    "pdbtrace",
+    "_cov_contexts",
+)
 _RECORDER = "nsa-rank-recorder"
 _kept_alive: list[object] = []
 
@@ -406,6 +411,11 @@ class RankRecorder:
         print(f"{w.filename}:{w.lineno}: {w.category.__name__}: {w.message}", file=sys.stderr)
         category = w.category
         record(
-            self.ctx.folder, event="warning", module=category.__module__, category=category.__qualname__,
-            message=cut(str(w.message)), filename=w.filename, lineno=w.lineno,
-        )  # fmt: skip
+            self.ctx.folder,
+            event="warning",
+            module=category.__module__,
+            category=category.__qualname__,
+            message=cut(str(w.message)),
+            filename=w.filename,
+            lineno=w.lineno,
+        )

@@ -66,9 +66,12 @@ def _verdict_differences(test: str, a: Verdict, b: Verdict) -> Iterator[Differen
     came = sorted(set(a.parameters_missing) - set(b.parameters_missing))
     if lost or came:
         yield Difference(
-            test=test, what="gradients missing", base=_few(came) or "0", new=_few(lost) or "0",
+            test=test,
+            what="gradients missing",
+            base=_few(came) or "0",
+            new=_few(lost) or "0",
             kind="worse" if lost else "better",
-        )  # fmt: skip
+        )
 
 
 def _figure_differences(

@@ -176,9 +176,13 @@ def _lead(v: Verdict) -> Markup:
     meaning = f"{v.cause}: {cause.summary}" if cause is not None else v.cause
     where = [" at ", tag("code", short_place(v.where)), _copy(v.where)] if v.where else []
     return tag(
-        "p", tag("strong", v.culprits(), f" of {v.world_size}"), *where, f", {sure}. ", tag("span", meaning),
+        "p",
+        tag("strong", v.culprits(), f" of {v.world_size}"),
+        *where,
+        f", {sure}. ",
+        tag("span", meaning),
         class_="lead",
-    )  # fmt: skip
+    )
 
 
 def _copy(text: str) -> Markup:

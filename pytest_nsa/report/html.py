@@ -128,9 +128,12 @@ def _failures(run: Path, failed: list[Entry], evidence: dict[str, Evidence]) -> 
             state = "Its evidence cannot be read." if entry.folder else "Its folder was not kept."
             name = tag("h2", entry.name, " ", outcome_tag(entry.verdict))
             yield tag(
-                "article", name, tag("p", short_place(entry.verdict.reason)), tag("p", state, class_="quiet"),
+                "article",
+                name,
+                tag("p", short_place(entry.verdict.reason)),
+                tag("p", state, class_="quiet"),
                 class_="failure",
-            )  # fmt: skip
+            )
     if len(failed) > DETAILED:
         yield tag("p", f"{len(failed) - DETAILED} more failures are in the table below, with their folders.")
 

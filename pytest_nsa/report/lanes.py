@@ -296,9 +296,14 @@ def _lane(
         x = axis.x(start)
         title = f"rank {rank.rank}: {phase}, step {step}, {stop - start:.3f} s"
         yield tag(
-            "rect", tag("title", title), x=x, y=y, width=max(1.0, axis.x(stop) - x), height=height,
+            "rect",
+            tag("title", title),
+            x=x,
+            y=y,
+            width=max(1.0, axis.x(stop) - x),
+            height=height,
             fill=f"var(--{phase})",
-        )  # fmt: skip
+        )
     for at, step in _steps(rank) if height > 20 else ():
         x = axis.x(at)
         yield tag("line", x1=x, x2=x, y1=y - 2, y2=y + height + 2, stroke="var(--ink)")

@@ -70,8 +70,11 @@ def document(title: str, body: Markup, script: Markup | None = None) -> str:
     if script is not None:
         policy += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), tag("title", title),
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
         tag("style", file("report.css")),
-    )  # fmt: skip
+    )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"

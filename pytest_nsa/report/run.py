@@ -154,9 +154,13 @@ def write_reports(
     write_environment(run, gpus)
     _write_lists(run, entries)
     render = functools.partial(
-        summary.render, entries, decision, read_object(run / "env.json"), interrupted=interrupted,
+        summary.render,
+        entries,
+        decision,
+        read_object(run / "env.json"),
+        interrupted=interrupted,
         not_run=summary.not_run(run, entries),
-    )  # fmt: skip
+    )
     write_atomically(run / "SUMMARY.md", render())
     shown = step_summary()
     if shown is not None:

@@ -154,9 +154,14 @@ def not_run(run: Path, entries: list[Entry]) -> list[str]:
 
 
 def render(
-    entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool, not_run: Sequence[str] = (),
+    entries: list[Entry],
+    decision: Decision,
+    env: dict[str, Any],
+    *,
+    interrupted: bool,
+    not_run: Sequence[str] = (),
     blob: str | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Return the text of SUMMARY.md; ``not_run`` are scenarios that did not run.
 
     ``blob``: for a page that is read elsewhere, the URL of the repository's files, or ''. Tests then have no links to their

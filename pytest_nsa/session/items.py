@@ -261,8 +261,13 @@ def make_ranked(item: pytest.Function) -> Ranked:
         case.own_markers, case.keywords = item.own_markers, item.keywords
         return case
     ranked: Ranked = _ranked(type(item)).from_parent(
-        item.parent, name=item.name, callspec=getattr(item, "callspec", None), callobj=item.obj,
-        fixtureinfo=item._fixtureinfo, keywords=item.keywords, originalname=item.originalname,
-    )  # fmt: skip
+        item.parent,
+        name=item.name,
+        callspec=getattr(item, "callspec", None),
+        callobj=item.obj,
+        fixtureinfo=item._fixtureinfo,
+        keywords=item.keywords,
+        originalname=item.originalname,
+    )
     ranked.own_markers = item.own_markers
     return ranked

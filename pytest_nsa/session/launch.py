@@ -64,9 +64,14 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
     request.node.stash[launched_key] = verdicts
 
     def run(
-        function: Callable[..., Any], *, world_size: int = 2, timeout: float | None = None,
-        backend: str | None = "gloo", arguments: dict[str, Any] | None = None, reruns: bool = False,
-    ) -> Outcome:  # fmt: skip
+        function: Callable[..., Any],
+        *,
+        world_size: int = 2,
+        timeout: float | None = None,
+        backend: str | None = "gloo",
+        arguments: dict[str, Any] | None = None,
+        reruns: bool = False,
+    ) -> Outcome:
         __tracebackhide__ = True
         runner = request.config.stash[runner_key]
         outer = request.node.stash.get(timeout_key, None)
@@ -80,10 +85,17 @@ def launching(request: pytest.FixtureRequest) -> Iterator[Launch]:
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
         job = Job(
-            nodeid=nodeid, folder=str(folder), root=str(request.config.rootpath), world_size=world_size,
-            backend=backend or "", timeout=timeout, function=f"{function.__module__}:{function.__qualname__}",
-            arguments=arguments or {}, fsdp_version=runner.settings.fsdp_version, created=wall_clock(),
-        )  # fmt: skip
+            nodeid=nodeid,
+            folder=str(folder),
+            root=str(request.config.rootpath),
+            world_size=world_size,
+            backend=backend or "",
+            timeout=timeout,
+            function=f"{function.__module__}:{function.__qualname__}",
+            arguments=arguments or {},
+            fsdp_version=runner.settings.fsdp_version,
+            created=wall_clock(),
+        )
         verdict, folder = runner.run_function(request.node, job, reruns=reruns)
         verdicts.append(verdict)
         outcomes.append(Outcome(verdict=verdict, folder=folder, world_size=world_size))

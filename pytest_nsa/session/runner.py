@@ -68,10 +68,19 @@ class Group:
 
 
 def make_job(
-    item: pytest.Function, folder: Path, needs: Needs, leases: Mapping[str, Lease], settings: Settings, *,
-    timeout: float, values: dict[str, Any], tried: Variation | None, readings: Mapping[str, str],
-    next_needs: Needs | None, debugger: str,
-) -> Job:  # fmt: skip
+    item: pytest.Function,
+    folder: Path,
+    needs: Needs,
+    leases: Mapping[str, Lease],
+    settings: Settings,
+    *,
+    timeout: float,
+    values: dict[str, Any],
+    tried: Variation | None,
+    readings: Mapping[str, str],
+    next_needs: Needs | None,
+    debugger: str,
+) -> Job:
     """Build the job of a collected test, whose evidence goes to ``folder``.
 
     ``values`` are those of host fixtures; ``tried`` is what a bisection changes; ``readings`` maps a plan's scenarios to what
@@ -80,20 +89,34 @@ def make_job(
     """
     name = get_scenario(item, tried)
     return Job(
-        nodeid=plain_nodeid(item.nodeid), scenario=name,
+        nodeid=plain_nodeid(item.nodeid),
+        scenario=name,
         reads_as=marked.option(item, "scenario", "reads_as", readings.get(name, "")) if name else "",
-        folder=str(folder), root=str(item.config.rootpath), timeout=timeout, created=wall_clock(),
+        folder=str(folder),
+        root=str(item.config.rootpath),
+        timeout=timeout,
+        created=wall_clock(),
         seed=random.SystemRandom().getrandbits(64) if tried is None or tried.seed is None else tried.seed,
-        values=values, overrides=dict(tried.fixtures) if tried is not None else {}, tmp=_temporary_folder(item),
-        world_size=needs.world_size, backend=needs.backend, device=needs.device, flow=tried is not None and tried.flow,
-        reuse=needs.reuse, environment=needs.environment,
+        values=values,
+        overrides=dict(tried.fixtures) if tried is not None else {},
+        tmp=_temporary_folder(item),
+        world_size=needs.world_size,
+        backend=needs.backend,
+        device=needs.device,
+        flow=tried is not None and tried.flow,
+        reuse=needs.reuse,
+        environment=needs.environment,
         fresh_group=bool(needs.reuse) and marked.option(item, "reuse", "group") == "fresh",
-        stay=bool(needs.reuse) and needs == next_needs, gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
+        stay=bool(needs.reuse) and needs == next_needs,
+        gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
         cores=",".join(leases["core"].names) if "core" in leases else "",
-        in_use=tuple(path for lease in leases.values() for path in lease.in_use), debugger=debugger,
-        debug_rank=settings.debug_rank, body=_get_file(item), hash_seeds=marked.get_hash_seeds(item, needs.world_size),
+        in_use=tuple(path for lease in leases.values() for path in lease.in_use),
+        debugger=debugger,
+        debug_rank=settings.debug_rank,
+        body=_get_file(item),
+        hash_seeds=marked.get_hash_seeds(item, needs.world_size),
         **read_tracing(item, settings),
-    )  # fmt: skip
+    )
 
 
 def _get_file(item: pytest.Function) -> str:
@@ -162,9 +185,13 @@ class RankRunner:
         self.resources.release()
 
     def run_item(
-        self, item: pytest.Function, timeout: float | None, values: dict[str, Any], tried: Variation | None = None,
+        self,
+        item: pytest.Function,
+        timeout: float | None,
+        values: dict[str, Any],
+        tried: Variation | None = None,
         within: str = "",
-    ) -> tuple[Verdict, Evidence, Phases]:  # fmt: skip
+    ) -> tuple[Verdict, Evidence, Phases]:
         """Run a collected test on its ranks, and write its verdict and evidence.
 
         ``values`` are those of host fixtures; ``tried`` is what a bisection changes, and ``within`` the folder
@@ -217,18 +244,31 @@ class RankRunner:
         return safe_name(self.shown_id(item.session, plain_nodeid(item.nodeid)))
 
     def _prepare(
-        self, item: pytest.Function, needs: Needs, name: str, timeout: float | None, values: dict[str, Any],
+        self,
+        item: pytest.Function,
+        needs: Needs,
+        name: str,
+        timeout: float | None,
+        values: dict[str, Any],
         tried: Variation | None,
-    ) -> Job:  # fmt: skip
+    ) -> Job:
         """Make the test's folder, lease what it needs, and return its job."""
         folder = self.folder.test_folder(name, self.group.ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
             self.launcher.kill_ranks()  # ranks that stayed hold what this test is about to wait for
         job = make_job(
-            item, folder, needs, self.resources.take(needs, plain_nodeid(item.nodeid)), self.settings,
-            timeout=timeout or self.settings.timeout, values=values, tried=tried, readings=self.extensions.scenarios,
-            next_needs=self._next_needs(), debugger=self._debugger.name if self._debugger is not None else "",
-        )  # fmt: skip
+            item,
+            folder,
+            needs,
+            self.resources.take(needs, plain_nodeid(item.nodeid)),
+            self.settings,
+            timeout=timeout or self.settings.timeout,
+            values=values,
+            tried=tried,
+            readings=self.extensions.scenarios,
+            next_needs=self._next_needs(),
+            debugger=self._debugger.name if self._debugger is not None else "",
+        )
         job = self.group.local(replace(job, measures=read_settings(item, folder)))
         if job.flow:  # fresh ranks: if it passes there, an earlier test left what makes it fail
             job = replace(job, reuse="", fresh_group=False, stay=False)
@@ -321,9 +361,15 @@ class RankRunner:
         write_json(Path(job.folder) / "job.json", content)
 
     def _run(
-        self, session: pytest.Session, job: Job, *, keep: bool, record: bool, is_tried: bool = False,
+        self,
+        session: pytest.Session,
+        job: Job,
+        *,
+        keep: bool,
+        record: bool,
+        is_tried: bool = False,
         awaits_all: bool = False,
-    ) -> tuple[Verdict, Evidence]:  # fmt: skip
+    ) -> tuple[Verdict, Evidence]:
         """Run a job to its verdict. With ``record``, add it to the run's list at once, unless other processes have to agree.
 
         ``is_tried``: a run of a bisection; an interrupt of it does not replace the verdict of the failure. ``awaits_all``: a rank

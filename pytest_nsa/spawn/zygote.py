@@ -202,9 +202,12 @@ class Zygote:
     """Serves hosts until the first one disconnects. ``listener`` accepts further hosts (xdist workers)."""
 
     def __init__(
-        self, items: dict[str, pytest.Item], first: socket.socket, listener: socket.socket | None = None,
+        self,
+        items: dict[str, pytest.Item],
+        first: socket.socket,
+        listener: socket.socket | None = None,
         failures: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.items = items
         self.failures = failures or {}
         self.first = Host(Channel(first))

@@ -62,13 +62,19 @@ def look_at(pid: int) -> ProcessState | None:
     children = list_children(pid)
     ended = {child: end for child in children if (end := _read_end(child))}
     return ProcessState(
-        state=fields[0], cpu_s=user + kernel, main_cpu_s=sum(_cpu_seconds(read_stat(f"{pid}/task/{pid}"))),
-        kernel_s=kernel, below_cpu_s=_read_cpu_seconds(children), faults=int(fields[7]),
-        written=read_io(proc).get("wchar", 0), wchan=read_proc_text(proc / "wchan").strip(),
+        state=fields[0],
+        cpu_s=user + kernel,
+        main_cpu_s=sum(_cpu_seconds(read_stat(f"{pid}/task/{pid}"))),
+        kernel_s=kernel,
+        below_cpu_s=_read_cpu_seconds(children),
+        faults=int(fields[7]),
+        written=read_io(proc).get("wchar", 0),
+        wchan=read_proc_text(proc / "wchan").strip(),
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
-        ended=tuple(ended.values()), rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
+        ended=tuple(ended.values()),
+        rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
         program=_other_program(proc),
-    )  # fmt: skip
+    )
 
 
 def _other_program(proc: Path) -> str:

@@ -44,9 +44,18 @@ def test_tile_sizes_are_tried_and_merged(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
     table.write_text('{"sm_80": {"sliding 64/64 2": [128, 64, 4, 2]}}')
     done = run(
-        "benchmarks/tune_gpu.py", "--json", str(table), "--length", "40", "--rounds", "1", "--kernels", "importance",
-        "--minutes", "0.3",
-    )  # fmt: skip
+        "benchmarks/tune_gpu.py",
+        "--json",
+        str(table),
+        "--length",
+        "40",
+        "--rounds",
+        "1",
+        "--kernels",
+        "importance",
+        "--minutes",
+        "0.3",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(table.read_text())
     assert found["sm_80"] == {"sliding 64/64 2": [128, 64, 4, 2]}

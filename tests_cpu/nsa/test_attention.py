@@ -82,9 +82,14 @@ def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -
     """flash-attn's own window convention is written out: keys from i - left to i + right, on [B, S, H, D]."""
 
     def flash_attn_func(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
         window_size: tuple[int, int],
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         assert causal
         i = torch.arange(q.shape[1])
         back = i[:, None] - i[None, :]

@@ -110,9 +110,13 @@ def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: Warm
     (tmp_path / "train.py").write_text(PLANTED.format(body=DETACHED_ON_RANK_1.strip()))
     arguments = ("--ddp", "1", "--steps", "1", "--set", "parallel.find_unused_parameters=true", "--out", str(tmp_path))
     result = under_torchrun(
-        warm, *arguments, program=str(tmp_path / "train.py"), NSA_TRACE_GRADS="1", TORCH_BACKEND="gloo",
+        warm,
+        *arguments,
+        program=str(tmp_path / "train.py"),
+        NSA_TRACE_GRADS="1",
+        TORCH_BACKEND="gloo",
         PYTHONPATH=str(ROOT),
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr
     name = "blocks.4.attn.gate.fc2.weight"
     of_rank_1 = ["[rank 1] [GRAD-TRACE] after_backward_step1 arrived=194 missing=1", f"[rank 1]   - MISSING: {name}"]
@@ -138,9 +142,12 @@ def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: Warm
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CONFIG", raising=False)
     assert train.main(arguments) == 2

@@ -170,10 +170,15 @@ def decide(verdicts: Verdicts) -> Decision:
         actions.append(f"another fault, {ends}: {way.action}")
     name, first = _telling(run, faults[0].failed) if faults else surest(failed)
     return Decision(
-        sentence=sentence(verdicts, failed, name, first), action="; ".join(actions), path=tuple(path),
-        confidence=min(first.confidence, ways[0].confidence) if ways else first.confidence, tree=TREE,
-        taken=ways[0].exit if ways else "", factors=_table(run, faults), **judged,
-    )  # fmt: skip
+        sentence=sentence(verdicts, failed, name, first),
+        action="; ".join(actions),
+        path=tuple(path),
+        confidence=min(first.confidence, ways[0].confidence) if ways else first.confidence,
+        tree=TREE,
+        taken=ways[0].exit if ways else "",
+        factors=_table(run, faults),
+        **judged,
+    )
 
 
 class Way(NamedTuple):

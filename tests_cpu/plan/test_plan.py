@@ -27,8 +27,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_scenario(
-    row: Scenario, group: Group, artifacts: Path, fault: str | None, branch: str | None, gc_range: LayerRange | None,
+    row: Scenario,
+    group: Group,
+    artifacts: Path,
+    fault: str | None,
+    branch: str | None,
+    gc_range: LayerRange | None,
     pytestconfig: pytest.Config,
-) -> None:  # fmt: skip
+) -> None:
     culprit = pytestconfig.getoption("--fault-rank")
     run(row, get_size(pytestconfig), group, artifacts, fault, culprit, bisected(branch, gc_range))

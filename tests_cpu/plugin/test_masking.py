@@ -13,9 +13,12 @@ from pytest_nsa.testing import ExampleResult, run_example
 
 ARGUMENTS = ("argvtoken66", "argvpw67", "pwargv68")  # of child processes: masked in any case
 IN_SOURCE = (
-    "sk-LITERALLITERALLITERAL99", "hf_SOURCELINESOURCELINE1234", "AKIAABCDEFGHIJKLMNOP", "AAAABBBBCCCCDDDD1111",
+    "sk-LITERALLITERALLITERAL99",
+    "hf_SOURCELINESOURCELINE1234",
+    "AKIAABCDEFGHIJKLMNOP",
+    "AAAABBBBCCCCDDDD1111",
     "literalpw71",
-)  # fmt: skip
+)
 SAID = (
     "sk-PRINTEDPRINTEDPRINTED00", "hunter2print", "pw_in_url", "urltoken55", "warntoken88", "hf_THREADTHREADTHREAD12",
     "notetoken72",

@@ -47,9 +47,15 @@ def test_it(ddp):
     ids=["light evidence", "an encoding", "a debug level that would crash the ranks"],
 )
 def test_the_verdict_is_the_same(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, value: str, source: str, cause: str,
-    ranks: tuple[int, ...], shown: str,
-) -> None:  # fmt: skip
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    source: str,
+    cause: str,
+    ranks: tuple[int, ...],
+    shown: str,
+) -> None:
     monkeypatch.setenv(name, value)
     result = run_example(pytester, source)
     assert (result.verdicts["test_it"].cause, result.verdicts["test_it"].ranks) == (cause, ranks)

@@ -89,9 +89,14 @@ def test_failures_without_a_verdict_are_named(pytester: pytest.Pytester) -> None
     pytest.importorskip("pytest_rerunfailures", reason="the extra 'test' has it")
     pytester.makepyfile(test_later="import nowhere_to_be_found")
     options = (
-        "-p", "no:randomly", "-p", "rerunfailures", "--continue-on-collection-errors", "test_example.py",
+        "-p",
+        "no:randomly",
+        "-p",
+        "rerunfailures",
+        "--continue-on-collection-errors",
+        "test_example.py",
         "test_later.py",
-    )  # fmt: skip
+    )
     result = run_example(pytester, PASSES + OTHERS, *options)
     assert result.outcomes == {"failed": 2, "errors": 2, "passed": 2, "rerun": 1}
     assert sentence(result) == (

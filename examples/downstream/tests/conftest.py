@@ -9,9 +9,12 @@ from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Fact, Finding
 
 LICENCE_LOST = Cause(
-    name="licence_lost", chapter="Ours", summary="the licence server took the seat back.",
-    advice="free a seat and run it again", retry="once",
-)  # fmt: skip
+    name="licence_lost",
+    chapter="Ours",
+    summary="the licence server took the seat back.",
+    advice="free a seat and run it again",
+    retry="once",
+)
 
 
 def licence_lost(evidence):

@@ -91,9 +91,13 @@ def batch(
             )
         ]  # fmt: skip
     return Sequences(
-        count=count, longest=S, most_keys=blocks.num_compressed(S, l, d), tokens=count * S, chunk=chunk,
+        count=count,
+        longest=S,
+        most_keys=blocks.num_compressed(S, l, d),
+        tokens=count * S,
+        chunk=chunk,
         ranges=tuple(ranges),
-    )  # fmt: skip
+    )
 
 
 def pack(

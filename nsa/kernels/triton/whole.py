@@ -111,9 +111,18 @@ def forward(
     for at in seqs.ranges:
         importance = q.new_empty(at.tokens, G, selection.n_blocks, dtype=torch.float32)
         block_schedule.block_importance(
-            flat_q, k_cmp, v_cmp.shape[-1], kept.lse[0], seqs, at, places, selection, sizes.compress_block, scale,
+            flat_q,
+            k_cmp,
+            v_cmp.shape[-1],
+            kept.lse[0],
+            seqs,
+            at,
+            places,
+            selection,
+            sizes.compress_block,
+            scale,
             importance,
-        )  # fmt: skip
+        )
         block_schedule.select_blocks(importance, kept.picks, seqs, at, selection)
         del importance
         entries, totals, groups = _of_range(kept, at, selection, G, groups)

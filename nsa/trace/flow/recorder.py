@@ -128,9 +128,13 @@ class FlowRecorder:
             self._write_code(code)
         for frame in list(self._all_open.values()):
             self.log.hold(
-                frame.number, frame.parent, frame.code.number, frame.thread, frame.line,
+                frame.number,
+                frame.parent,
+                frame.code.number,
+                frame.thread,
+                frame.line,
                 self._calls.get(frame.thread, 0),
-            )  # fmt: skip
+            )
 
     def _write_code(self, code: Code) -> None:
         of = code.code

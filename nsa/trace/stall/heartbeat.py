@@ -43,9 +43,14 @@ class Heartbeat:
     """
 
     def __init__(
-        self, board: Board, recorder: CollectiveRecorder | None, path: str | os.PathLike[str], rank: int,
-        label: str = "", stall: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        board: Board,
+        recorder: CollectiveRecorder | None,
+        path: str | os.PathLike[str],
+        rank: int,
+        label: str = "",
+        stall: Path | None = None,
+    ) -> None:
         self.board = board
         self._stall = stall
         self._moves_seen: tuple[int, ...] = ()

@@ -27,9 +27,14 @@ class Watchdog:
     """
 
     def __init__(
-        self, folder: Path, rank: int, seconds: float, board: Board | None = None,
-        missing: Callable[[], list[str]] = list, mark: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        rank: int,
+        seconds: float,
+        board: Board | None = None,
+        missing: Callable[[], list[str]] = list,
+        mark: str = "",
+    ) -> None:
         self.seconds, self.rank, self.board, self.folder, self.missing = seconds, rank, board, folder, missing
         self._mark = mark  # of the memory dump's name
         self.path = folder / f"watchdog_stackdump_rank{rank}_{time.strftime('%Y%m%dT%H%M%S')}.txt"

@@ -153,9 +153,12 @@ class Attachment(Group):
         """Return ``job`` as this process runs it: its own rank alone, in a group that all processes' ranks join."""
         self._count += 1
         return replace(
-            job, only=self.outer.rank,
-            rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}", reuse="", stay=False,
-        )  # fmt: skip
+            job,
+            only=self.outer.rank,
+            rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}",
+            reuse="",
+            stay=False,
+        )
 
     def run(self, run: RanksRun) -> None:
         """Run this process's rank of a job, as leader or follower. Nothing is announced, and no hook adds facts."""
