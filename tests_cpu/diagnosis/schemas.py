@@ -3,8 +3,6 @@
 python -m tests_cpu.diagnosis.schemas       # takes two folders of the corpus as recorded last (pytest tests_cpu/faults --record)
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

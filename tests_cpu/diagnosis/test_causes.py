@@ -1,7 +1,5 @@
 """The registry of causes agrees with the rules, the documentation and the planted faults; a rule that fails is reported."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

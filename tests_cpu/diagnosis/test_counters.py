@@ -1,7 +1,5 @@
 """Which rank is in a later round of the loops, by their counters: only where each loop around both has one."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 

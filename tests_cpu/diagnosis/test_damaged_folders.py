@@ -3,8 +3,6 @@
 A seed makes one damaged run; every command is a process of its own, with bounds on its memory and time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Evidence as killed writers leave it is read as far as it goes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

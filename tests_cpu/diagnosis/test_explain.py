@@ -1,7 +1,5 @@
 """The model that explains why ranks are in different calls: rhythm, terms, candidates, and the table of weights that is shipped."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random

@@ -1,7 +1,5 @@
 """A folder of evidence is untrusted data: whatever it contains, the readers soon end, with a verdict or an error message."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

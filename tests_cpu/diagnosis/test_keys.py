@@ -1,7 +1,5 @@
 """Keys of a store: the rank of a number in a key, and the round of the key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

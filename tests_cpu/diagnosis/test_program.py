@@ -1,7 +1,5 @@
 """Which of two ranks is ahead in the program, by lines, loops and counters; which ranks a condition lets through."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

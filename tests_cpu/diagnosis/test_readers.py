@@ -1,7 +1,5 @@
 """Properties of whatever reads a folder: what was written is read back, what else there is neither raises nor is believed."""
 
-from __future__ import annotations
-
 import json
 import math
 import string

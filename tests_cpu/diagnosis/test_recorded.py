@@ -1,7 +1,5 @@
 """The rules on recorded evidence: every fault gets the verdict of its row from its folder alone, in milliseconds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType

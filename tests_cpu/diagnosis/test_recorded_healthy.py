@@ -4,8 +4,6 @@ A pause of more than 3 s in which others wait may be announced, as a suspicion (
 program was recorded, are in its `asked.json`.
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of earlier schemas are read as they were: their verdicts are those that were given then."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sequences of collectives: what must be equal, and what can still complete."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The statements around a location, kept with the evidence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What the commands write for a folder that somebody else has made or sent, and what they read of this machine for it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """What replicas loaded and set is reported as the reason only where it can be one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 a program that has ended waits for ever.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_nsa.evidence.source import Snippet, Sources
