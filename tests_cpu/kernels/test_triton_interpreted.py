@@ -12,7 +12,7 @@ pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 fails 
 
 ROOT = Path(__file__).resolve().parents[2]
 # The checks of one process. Some change, for the rest of their process, how work is cut.
-QUICK = (("whole", "decoding", "large_scores"),)
+QUICK = (("whole",), ("decoding", "large_scores"))
 SLOW = (
     ("rotary",),
     ("window", "selection", "lists"),
