@@ -1,7 +1,5 @@
 """The ranks that other analyzers of flight recorder dumps name: torch's, and that of NVIDIA's resiliency extension (NVRx)."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import pickle

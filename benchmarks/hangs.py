@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -125,16 +125,16 @@ def answer_by_plain_processes(*, healthy: bool) -> Iterator[dict[str, Any]]:
     programs = [
         (file, name, program.n, healthy)
         for file, name, program in list_programs()
-        if {
-            p.name
-            for p in inspect.signature(getattr(load_file(file), name)).parameters.values()
-            if p.default is p.empty
-        }
-        <= GIVEN
+        if _list_needs(getattr(load_file(file), name)) <= GIVEN
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for answers in pool.map(lambda of: _answer_plain(*of), programs):
             yield from answers
+
+
+def _list_needs(function: Callable[..., None]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
 
 
 def run_plain(file: str, test: str, folder: Path, *modes: str) -> None:

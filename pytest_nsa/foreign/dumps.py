@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.foreign.values import MOST_CALLS, Counts, ForeignCall, ForeignJob
 
-_HOOK = "c10d"  # the prefix of what torch's FlightRecorderHook records: calls as they are begun, of any backend
 LARGEST = 1 << 29  # bytes of a dump
+_HOOK = "c10d"  # the prefix of what torch's FlightRecorderHook records: calls as they are begun, of any backend
 _RANK_IN_NAME = re.compile(r"(\d+)(?!.*\d)")
-_PEERS = re.compile(r"(?P<op>send|recv) (?P<mine>-?\d+)(->|<-)(?P<other>-?\d+)")
+_PEERS = re.compile(r"(?:send|recv) -?\d+(?:->|<-)(?P<other>-?\d+)")
 _DTYPES = {
     "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "int": "int32", "long": "int64",
     "short": "int16", "byte": "uint8", "char": "int8", "bool": "bool",
@@ -82,7 +82,8 @@ def add_dump(job: ForeignJob, number: int, dump: dict[str, Any]) -> None:
     for entry in entries:
         group = _get_group(entry)
         names[str(entry.get("pg_id"))] = group
-        call = _call(entry, group, _find_other(job, entry, group, number))
+        peer = _find_peer(job, entry, group, number)
+        call = _call(entry, group, peer) if peer is not None else None
         if call is not None:
             # Nothing marks the end of gloo's messages and of the hook's calls: only a thread's latest may wait.
             has_no_end = _recorder(entry) == _HOOK or (call.peer != -1 and _recorder(entry) == "gloo")
@@ -97,25 +98,36 @@ def add_dump(job: ForeignJob, number: int, dump: dict[str, Any]) -> None:
 
 def complete_met_calls(job: ForeignJob) -> None:
     """Mark calls as complete that every rank has begun that they need, and of which no recorder notes the end."""
-    messages = Counter((r, c.group, c.op, c.peer) for r, values in job.ranks.items() for c in values.calls)
-    begun = {(r, c.group, c.number) for r, values in job.ranks.items() for c in values.calls if c.peer == -1}
-    for rank, values in job.ranks.items():
-        passed = Counter[tuple[str, str, int]]()
-        for at, call in enumerate(values.calls):
-            if call.peer == -1:
-                members = job.groups.get(call.group, ())
-                is_met = bool(members) and all((m, call.group, call.number) in begun for m in members)
-            else:
-                passed[call.group, call.op, call.peer] += 1
-                answers = messages[call.peer, call.group, "recv" if call.op == "send" else "send", rank]
-                is_met = answers >= passed[call.group, call.op, call.peer]
-            if is_met and not call.has_end:
-                values.calls[at] = replace(call, is_complete=True)
+    messages, begun = Counter[tuple[int, str, str, int]](), dict[tuple[str, int], set[int]]()
+    open_ended = [
+        (r, values, i, c) for r, values in job.ranks.items() for i, c in enumerate(values.calls) if not c.has_end
+    ]
+    for rank, _, _, call in open_ended:
+        if call.peer == -1:
+            begun.setdefault((call.group, call.number), set()).add(rank)
+        else:
+            messages[rank, call.group, call.op, call.peer] += 1
+    met = {place for place, ranks in begun.items() if ranks.issuperset(job.groups.get(place[0], (-1,)))}
+    passed = Counter[tuple[int, str, str, int]]()
+    for rank, values, index, call in open_ended:
+        if call.peer == -1:
+            is_met = (call.group, call.number) in met
+        else:
+            passed[rank, call.group, call.op, call.peer] += 1
+            answer = (call.peer, call.group, "recv" if call.op == "send" else "send", rank)
+            is_met = messages[answer] >= passed[rank, call.group, call.op, call.peer]
+        if is_met:
+            values.calls[index] = replace(call, is_complete=True)
 
 
 def _recorder(entry: dict[str, Any]) -> str:
     """Return the backend that recorded an entry, or `_HOOK`."""
     return str(entry.get("profiling_name", "")).partition(":")[0]
+
+
+def _name(entry: dict[str, Any]) -> str:
+    """Return an entry's name without its recorder: 'all_reduce', 'send 0->1'; the hook has no ranks in it: 'send'."""
+    return str(entry.get("profiling_name", "")).rpartition(":")[2]
 
 
 def _drop_repeated(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,10 +136,16 @@ def _drop_repeated(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in entries if _recorder(e) != _HOOK or (_get_group(e), bool(e.get("is_p2p"))) not in of_backend]
 
 
-def _find_other(job: ForeignJob, entry: dict[str, Any], group: str, number: int) -> int | None:
-    """Return the peer of a message of the hook, which does not record it: in a group of two ranks, the other one."""
+def _find_peer(job: ForeignJob, entry: dict[str, Any], group: str, number: int) -> int | None:
+    """Return the peer of a message, and -1 of a collective. The hook records no peer: in a group of two ranks it is the other
+    one, else None.
+    """
+    if stated := _PEERS.match(_name(entry)):
+        return int(stated["other"])
+    if _recorder(entry) != _HOOK or not entry.get("is_p2p"):
+        return -1
     others = [r for r in job.groups.get(group, ()) if r != number]
-    return others[0] if entry.get("is_p2p") and _recorder(entry) == _HOOK and len(others) == 1 else None
+    return others[0] if len(others) == 1 else None
 
 
 def _object(value: Any) -> dict[Any, Any]:
@@ -149,16 +167,9 @@ def _get_group(entry: dict[str, Any]) -> str:
     return str(group)
 
 
-def _call(entry: dict[str, Any], group: str, other: int | None) -> ForeignCall | None:
-    """Return the call of an entry; None for another entry, and for a message to an unknown rank.
-
-    ``other`` is the peer that `_find_other` knows.
-    """
-    name = str(entry.get("profiling_name", "")).rpartition(":")[2]
-    peers = _PEERS.match(name)
-    peer = int(peers["other"]) if peers else other if other is not None else -1
-    is_message_to_unknown = peer == -1 and _recorder(entry) == _HOOK and entry.get("is_p2p")
-    if not name or name == "coalesced" or is_message_to_unknown:
+def _call(entry: dict[str, Any], group: str, peer: int) -> ForeignCall | None:
+    name = _name(entry)
+    if not name or name == "coalesced":
         return None
     given = "output" if name == "scatter" else "input"  # of a scatter, only the root has inputs
     sizes, dtypes = entry.get(f"{given}_sizes") or [], entry.get(f"{given}_dtypes") or []
@@ -168,7 +179,7 @@ def _call(entry: dict[str, Any], group: str, other: int | None) -> ForeignCall |
     return ForeignCall(
         group=group,
         number=int(number),
-        op=peers["op"] if peers else name_of_op(name),
+        op=name.partition(" ")[0] if peer != -1 else name_of_op(name),
         dtype=_DTYPES.get(dtype, dtype),
         count=count,
         peer=peer,

@@ -52,7 +52,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.05)
 
 
-def processes_below(folder: Path) -> list[str]:
+def list_processes(folder: Path) -> list[str]:
     """Return the command lines of the processes, except this one, with a working directory in ``folder``.
 
     A process that ends has no command line any more, and its directory for a moment longer.
@@ -72,6 +72,6 @@ def processes_below(folder: Path) -> list[str]:
 def no_process_is_left(folder: Path) -> None:
     """Assert that no process is left in ``folder``, within the time that the kernel and the last process take."""
     deadline = time.monotonic() + 20
-    while processes_below(folder) and time.monotonic() < deadline:
+    while list_processes(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes_below(folder) == []
+    assert list_processes(folder) == []

@@ -25,9 +25,7 @@ from pytest_nsa.evidence.waiting import (
     takes_a_lock,
 )
 
-SHOWN = (
-    0.95  # the confidence that a rank is blocked in what its stack and process show: right in 88 of 90 recorded faults
-)
+SHOWN = 0.95  # the confidence in what a rank's stack and process show: right on 88 of 90 recorded faults
 FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
 IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
 MOVES = 0.2  # share of the heartbeat's samples in which the main thread had moved

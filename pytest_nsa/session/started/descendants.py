@@ -263,17 +263,16 @@ class StartedRanks:
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
-        is_main = threading.current_thread() is threading.main_thread()
-        if (
-            item is self.item and settings.method == "signal" and is_main
-        ):  # pytest-timeout raises in the test by SIGALRM
+        # pytest-timeout raises in the test by SIGALRM; else a thread of it ends the process.
+        by_alarm = settings.method == "signal" and threading.current_thread() is threading.main_thread()
+        if item is self.item and by_alarm:
             call_around_alarm(
                 lambda frame: self._at_limit(settings, frame),
                 self._end_soon,
                 # Whether the test or its fixture is still in the phase in which it was ended.
                 lambda frame: self._is_in_phase and bool(jobs_of_test.find_line(frame, self.config.rootpath)),
             )
-        elif item is self.item:  # a thread of it ends the process
+        elif item is self.item:
             call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
 
