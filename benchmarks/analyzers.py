@@ -3,11 +3,13 @@
 import contextlib
 import importlib.util
 import pickle
-import subprocess
+import runpy
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from forked import print_of
 
 from pytest_nsa.foreign.texts import read_analysis
 
@@ -49,6 +51,8 @@ def ask_nvrx(folder: Path, prefix: str) -> list[int]:
 
 
 def _run(module: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
-    return done.stdout + done.stderr
+    def run() -> None:
+        sys.argv[1:] = arguments
+        runpy.run_module(module, run_name="__main__")
+
+    return print_of(run, 120, {})

@@ -21,24 +21,25 @@ import ast
 import contextlib
 import inspect
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from figures import ROOT, keep, parser_of
+from forked import print_of
 
 sys.path.insert(0, str(ROOT))
 
 from analyzers import HAS_NVRX, ask_nvrx, ask_torch, copied
+from peers import bare_fault
 
 from pytest_nsa.diagnosis.foreign import judge
 from pytest_nsa.evidence.source import LOCATION
@@ -56,7 +57,7 @@ from tests_cpu.faults.test_corpus import (
     run_programs,
 )
 
-WORKERS, AT_ONCE = 3, 8  # tests; programs on plain processes, which wait for most of their time
+WORKERS, AT_ONCE = 5, 8  # tests; programs on plain processes. Both wait for most of their time
 GIVEN = {"group", "ddp", "fsdp", "culprit", "faulty", "tmp_path"}  # what bare_fault.py gives a program
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
 
@@ -97,24 +98,22 @@ def answer_by_pytest_nsa(*, healthy: bool) -> Iterator[dict[str, Any]]:
     """Yield the verdict on each program, with its second run; of a twin, also the cause of an announcement while it ran."""
     way = replace(AS_FAULTS, conftest=AS_TWINS.conftest) if healthy else AS_FAULTS
     options = ("--ranks-keep", "all") if healthy else ("--ranks-rerun", "all")
-    by_file = defaultdict(list)
+    names = defaultdict(list)
     for file, name, _ in list_programs():
-        by_file[file].append(name)
-    for file, names in by_file.items():
-        with tempfile.TemporaryDirectory() as folder:
-            workers = WORKERS if len(names) > WORKERS else 0
-            with contextlib.redirect_stdout(sys.stderr):
-                found = run_programs(Path(folder), way, file, names, *options, workers=workers, timeout=900)
-            for name, verdict in found.verdicts.items():
-                place = LOCATION.match(verdict.where)
-                is_own = place is not None and Path(place["file"]).name == PLANTED
-                suspicions = read_lines(found.folder(name) / "suspicions.jsonl") if healthy else ()
-                announced = next((of["cause"] for of in suspicions if "cause" in of), "")
-                yield {
-                    "tool": "pytest-nsa", "program": name, "ranks": list(verdict.ranks), "certain": verdict.certain,
-                    "line": int(place["line"]) if place is not None and is_own else 0, "cause": verdict.cause or announced,
-                    "seconds": round(verdict.stalled_s + verdict.time_to_verdict_s, 1), "healthy": healthy,
-                }  # fmt: skip
+        names[file].append(name)
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = run_programs(Path(folder), way, names, *options, workers=WORKERS, timeout=1800)
+        for name, verdict in found.verdicts.items():
+            place = LOCATION.match(verdict.where)
+            is_own = place is not None and Path(place["file"]).name.startswith(PLANTED)
+            suspicions = read_lines(found.folder(name) / "suspicions.jsonl") if healthy else ()
+            announced = next((of["cause"] for of in suspicions if "cause" in of), "")
+            yield {
+                "tool": "pytest-nsa", "program": name, "ranks": list(verdict.ranks), "certain": verdict.certain,
+                "line": int(place["line"]) if place is not None and is_own else 0, "cause": verdict.cause or announced,
+                "seconds": round(verdict.stalled_s + verdict.time_to_verdict_s, 1), "healthy": healthy,
+            }  # fmt: skip
 
 
 def answer_by_plain_processes(*, healthy: bool) -> Iterator[dict[str, Any]]:
@@ -127,8 +126,8 @@ def answer_by_plain_processes(*, healthy: bool) -> Iterator[dict[str, Any]]:
         for file, name, program in list_programs()
         if _list_needs(getattr(load_file(file), name)) <= GIVEN
     ]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for answers in pool.map(lambda of: _answer_plain(*of), programs):
+    with ProcessPoolExecutor(AT_ONCE, mp_context=get_context("fork")) as pool:
+        for answers in pool.map(_answer_plain, *zip(*programs, strict=True)):
             yield from answers
 
 
@@ -137,19 +136,12 @@ def _list_needs(function: Callable[..., None]) -> set[str]:
     return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
 
 
-def run_plain(file: str, test: str, folder: Path, *modes: str) -> None:
-    """Run a program on plain processes, which leave dumps and stacks in ``folder``, and end unless one holds the GIL."""
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "FR_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
-    script = str(ROOT / "benchmarks" / "peers" / "bare_fault.py")
-    command = ["timeout", "--signal", "KILL", "90", sys.executable, script, file, test, "leave", *modes]
-    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-
-
 def _answer_plain(file: str, name: str, n: int, healthy: bool) -> list[dict[str, Any]]:
+    modes = ("leave", "healthy") if healthy else ("leave",)
     with tempfile.TemporaryDirectory() as path:
-        folder = Path(path)
-        run_plain(file, name, folder, *(("healthy",) if healthy else ()))
-        return [{**answer, "healthy": healthy} for answer in list_answers(file, name, n, folder)]
+        # The ranks end by themselves, unless one holds the GIL.
+        print_of(lambda: bare_fault.run(file, name, *modes), 90, {"TORCH_FR_BUFFER_SIZE": "2000", "FR_FOLDER": path})
+        return [{**answer, "healthy": healthy} for answer in list_answers(file, name, n, Path(path))]
 
 
 def list_answers(file: str, name: str, n: int, folder: Path) -> list[dict[str, Any]]:

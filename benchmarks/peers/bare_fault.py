@@ -82,11 +82,11 @@ def body(rank: int, world_size: int, store: str, function: object, *, leaves: bo
     return 0
 
 
-if __name__ == "__main__":
-    module, name = importlib.import_module(f"tests_cpu.faults.programs.{sys.argv[1]}"), sys.argv[2]
+def run(file: str, name: str, *modes: str) -> int:
+    """Run a program on forked ranks; return 1 where one of them failed, else 0."""
+    module = importlib.import_module(f"tests_cpu.faults.programs.{file}")
     planted = programs_of(module)[name]
     function = getattr(module, name)
-    modes = sys.argv[3:]
     takes, healthy = inspect.signature(function).parameters, "healthy" in modes
     given = {"culprit": NO_RANK if healthy else planted.rank, "faulty": not healthy}
     function = functools.partial(function, **{name: given[name] for name in given if name in takes})
@@ -107,4 +107,8 @@ if __name__ == "__main__":
             with Path(os.environ["FR_FOLDER"], "launcher.log").open("a") as log:
                 log.write(f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: {pids[rank]})\n")
         print(f"process {rank} ended with {signal.Signals(-code).name if code < 0 else code}", flush=True)
-    sys.exit(int(any(codes)))
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(run(*sys.argv[1:]))

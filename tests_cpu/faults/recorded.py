@@ -2,7 +2,7 @@
 
 A line of evidence/rows.jsonl names each test and its archive (`rows.py`). The program is in the archive's source.jsonl. `pytest
 tests_cpu/faults -k NAME --record` runs a live program and writes an archive of it. Paths of the recording machine are replaced:
-the file becomes /tests/test_planted.py, the repository /repo.
+the folder of the tests becomes /tests, the repository /repo.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +38,11 @@ def record(test: str, evidence: Path, folder: Path) -> Path:
     return pack(ARCHIVES / f"{test}.tar.xz", {test: evidence}, folder)
 
 
-def record_healthy(run: Path, folder: Path, module: str, questions: str) -> Path | None:
+def record_healthy(run: Path, folder: Path, module: str, tests: Collection[str], questions: str) -> Path | None:
     """Write an archive of the moments (``questions``: a folder in a test's) at which the host asked what is wrong with the healthy
-    tests of a module; None where it never asked.
+    ``tests`` of a module; None where it never asked.
     """
-    found = {name: path / questions for name, path in sorted(folders_of(run).items())}
+    found = {name: path / questions for name, path in sorted(folders_of(run).items()) if name in tests}
     asked = {name: path for name, path in found.items() if path.is_dir()}
     return pack(HEALTHY / f"{module}.tar.xz", asked, folder) if asked else None
 

@@ -11,7 +11,8 @@ import functools
 import importlib
 import inspect
 import shutil
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -31,8 +32,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PROGRAMS = tuple(path.stem for path in sorted((HERE / "programs").glob("*.py")) if path.stem != "__init__")
 HEALTHY = tuple(path.stem for path in sorted(HERE.glob("healthy_*.py")))
-# In make test: a fault per kind of evidence that tests_cpu/plugin/test_faults.py does not plant. Each file is a session, which
-# takes seconds to start.
+# In make test: a fault per kind of evidence that tests_cpu/plugin/test_faults.py does not plant.
 SAMPLE = {
     "test_native_code_holds_the_gil", "test_backward_waits_for_a_backward_in_another_thread", "test_a_loader_s_worker_sleeps",
     "test_a_long_native_call", "test_one_rank_needs_seconds_for_a_step", "test_opens_a_fifo", "test_waits_for_a_child",
@@ -75,46 +75,51 @@ AS_FAULTS = Way("test_the_verdict", FROM_PLANTING.format("with_fault"), ("ranks_
 # A suspicion that lasts for 30 s, longer than these tests, would end them.
 AS_TWINS = Way("test_no_alarm_in_a_twin", FROM_PLANTING.format("without_fault"), ("ranks_hang_after=30",), 2)
 AS_HEALTHY = Way("test_no_alarm", "", ("ranks_hang_after=30",), 2)
-Run = Callable[[Way, str], ExampleResult]
+Run = Callable[[Way], ExampleResult]
+A_SESSION_S = 1500  # of all programs in one way, on a busy machine
+pytestmark = pytest.mark.timeout(A_SESSION_S + 60)  # the first test of each way waits for them
 
 
 def run_programs(
-    folder: Path, way: Way, file: str, names: list[str], *arguments: str, workers: int, timeout: float
+    folder: Path, way: Way, names: Mapping[str, Sequence[str]], *arguments: str, workers: int, timeout: float
 ) -> ExampleResult:
-    """Run tests of a file in ``folder``, with ``workers`` of xdist (0: none)."""
-    is_healthy = way.function == AS_HEALTHY.function
-    copied = "test_healthy.py" if is_healthy else PLANTED
-    shutil.copy(HERE / f"{file}.py" if is_healthy else HERE / "programs" / f"{file}.py", folder / copied)
+    """Run the tests ``names`` of files in ``folder``, in one session with at most ``workers`` of xdist."""
+    is_healthy, tests = way.function == AS_HEALTHY.function, []
+    for file, of_file in names.items():
+        copied = f"test_{file}.py" if is_healthy else f"{PLANTED}_{file}.py"
+        shutil.copy(HERE / f"{file}.py" if is_healthy else HERE / "programs" / f"{file}.py", folder / copied)
+        tests += [f"{copied}::{name}" for name in of_file]
     (folder / "conftest.py").write_text(way.conftest)
     options = (*way.options, "ranks_check_divergence=true", f"pythonpath={ROOT}")
     words = [word for option in options for word in ("-o", option)]
-    spread = ("-p", "xdist", "-n", str(workers)) if workers else ()
-    return run_folder(folder, *spread, *words, *arguments, *(f"{copied}::{name}" for name in names), timeout=timeout)
+    # A worker takes as much time to start as a test or two to run.
+    spread = ("-p", "xdist", "-n", str(min(workers, len(tests) // 2))) if len(tests) > 3 else ()
+    return run_folder(folder, *spread, *words, *arguments, *tests, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Run:
-    """Return a function that runs those tests of a file that this session asks for, once.
+def run_all(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Run:
+    """Return a function that runs those programs that this session asks for in one way, once.
 
     Ranks that stall use no CPU, so several tests at a time do not disturb each other.
     """
     is_recorded = request.config.getoption("--record")
 
     @functools.cache
-    def run(way: Way, file: str) -> ExampleResult:
+    def run(way: Way) -> ExampleResult:
         calls = [i.callspec.params for i in request.session.items if getattr(i, "originalname", "") == way.function]  # type: ignore[attr-defined]
-        names = [params["name"] for params in calls if params["file"] == file]
-        folder = tmp_path_factory.mktemp(f"{way.function}_{file}")
+        names = defaultdict(list)
+        for params in calls:
+            names[params["file"]].append(params["name"])
+        folder = tmp_path_factory.mktemp(way.function)
         is_healthy = way is AS_HEALTHY
         asking = replace(way, conftest=questions.CONFTEST) if is_healthy and is_recorded else way
-        # A worker takes as much time to start as a test or two to run.
-        workers = min(way.workers, len(names) // 2) if len(names) > 3 else 0
         arguments = ("--ranks-keep", "all", *(("--ranks-rerun", "all") if is_recorded and not is_healthy else ()))
-        result = run_programs(folder, asking, file, names, *arguments, workers=workers, timeout=280)
-        if is_healthy and is_recorded:
-            assert names == healthy_tests(file), "a module is recorded as a whole: -m 'slow or not slow'"
+        result = run_programs(folder, asking, names, *arguments, workers=way.workers, timeout=A_SESSION_S)
+        for file, of_file in names.items() if is_healthy and is_recorded else ():
+            assert of_file == healthy_tests(file), "a module is recorded as a whole: -m 'slow or not slow'"
             assert result.run is not None
-            record_healthy(result.run, folder, file, questions.FOLDER)
+            record_healthy(result.run, folder, file, of_file, questions.FOLDER)
         return result
 
     return run
@@ -158,11 +163,11 @@ def test_every_program_has_a_twin() -> None:
         for file, name, _ in list_programs()
     ],
 )
-def test_the_verdict(file: str, name: str, run_file: Run, request: pytest.FixtureRequest) -> None:
+def test_the_verdict(file: str, name: str, run_all: Run, request: pytest.FixtureRequest) -> None:
     row = rows_by_program()[name]
     if row.needs:
         pytest.importorskip(row.needs)
-    result = run_file(AS_FAULTS, file)
+    result = run_all(AS_FAULTS)
     assert name in result.verdicts, result.stdout[-3000:]
     verdict = result.verdicts[name]
     skip_without_fsdp2(verdict)
@@ -197,11 +202,11 @@ def assert_no_alarm(result: ExampleResult, name: str) -> None:
     ("file", "name"),
     [pytest.param(file, name, id=name) for file, name, _ in list_programs()],
 )
-def test_no_alarm_in_a_twin(file: str, name: str, run_file: Run) -> None:
+def test_no_alarm_in_a_twin(file: str, name: str, run_all: Run) -> None:
     needs = rows_by_program()[name].needs
     if needs:
         pytest.importorskip(needs)
-    assert_no_alarm(run_file(AS_TWINS, file), name)
+    assert_no_alarm(run_all(AS_TWINS), name)
 
 
 @pytest.mark.parametrize(
@@ -212,5 +217,5 @@ def test_no_alarm_in_a_twin(file: str, name: str, run_file: Run) -> None:
         for name in healthy_tests(file)
     ],
 )
-def test_no_alarm(file: str, name: str, run_file: Run) -> None:
-    assert_no_alarm(run_file(AS_HEALTHY, file), name)
+def test_no_alarm(file: str, name: str, run_all: Run) -> None:
+    assert_no_alarm(run_all(AS_HEALTHY), name)

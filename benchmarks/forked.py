@@ -1,0 +1,37 @@
+"""What a function prints in a forked process: torch is loaded already, and the function may end its process or hang in it."""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+
+
+def print_of(function: Callable[[], object], seconds: float, environment: Mapping[str, str]) -> str:
+    """Return what ``function`` prints in a process of its group, which is killed after ``seconds``. This process has one thread."""
+    with tempfile.TemporaryFile("w+") as output:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            os.environ.update(environment)
+            try:
+                function()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
+                os._exit(0)
+        deadline = time.monotonic() + seconds
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        output.seek(0)
+        return output.read()
