@@ -135,23 +135,32 @@ def fitted(of: Sequence[Row]) -> Weights:
         {(kind, name) for row in of for kind, values in zip(row.kinds, row.values, strict=True) for name in values}
     )
     at = {name: i for i, name in enumerate(names)}
+    # Each value that is not 0: of the candidate in `place`, one of `most` for each row, the term `which`.
     most = max(len(row.kinds) for row in of)
-    values = torch.zeros(len(of), most, len(names), dtype=torch.float64)
+    place, which, held = zip(
+        *(
+            (i * most + j, at[kind, name], value)
+            for i, row in enumerate(of)
+            for j, (kind, values) in enumerate(zip(row.kinds, row.values, strict=True))
+            for name, value in values.items()
+        ),
+        strict=True,
+    )
+    places, terms = torch.tensor(place), torch.tensor(which)
+    values_held = torch.tensor(held, dtype=torch.float64)
     absent = torch.full((len(of), most), -1e9, dtype=torch.float64)
     wrong = absent.clone()
     for i, row in enumerate(of):
-        for j, (kind, held) in enumerate(zip(row.kinds, row.values, strict=True)):
-            absent[i, j] = 0
-            wrong[i, j] = 0 if j in row.right else -1e9
-            for name, value in held.items():
-                values[i, j, at[kind, name]] = value
+        absent[i, : len(row.kinds)] = 0
+        wrong[i, [*row.right]] = 0
     counts = torch.tensor([row.weight for row in of], dtype=torch.float64)
     weights = torch.zeros(len(names), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=300, history_size=20, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        scores = values @ weights
+        scores = torch.zeros(len(of) * most, dtype=torch.float64).index_add(0, places, values_held * weights[terms])
+        scores = scores.view(len(of), most)
         missed = torch.logsumexp(scores + absent, 1) - torch.logsumexp(scores + wrong, 1)
         total = (counts * missed).sum() + PENALTY * counts.sum() / 2 * weights.square().sum()
         total.backward()  # type: ignore[no-untyped-call]
