@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 
 
 def print_of(function: Callable[[], object], seconds: float, environment: Mapping[str, str]) -> str:
-    """Return what ``function`` prints in a process of its group, which is killed after ``seconds``. This process has one thread."""
+    """Return what ``function`` prints in a process that is killed, with all that it started, at its end or after ``seconds``.
+
+    The process that calls this has one thread.
+    """
     with tempfile.TemporaryFile("w+") as output:
         sys.stdout.flush()
         pid = os.fork()
@@ -29,9 +32,11 @@ def print_of(function: Callable[[], object], seconds: float, environment: Mappin
                     sys.stdout.flush()
                 os._exit(0)
         deadline = time.monotonic() + seconds
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline:
-                os.killpg(pid, signal.SIGKILL)
+        while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):  # also what it started and left
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
         output.seek(0)
         return output.read()
