@@ -80,7 +80,9 @@ def _raised(job: ForeignJob, evidence: Evidence) -> Finding | None:
         return None
     first = min(own)
     ranks = [evidence.ranks[r] for r, error in sorted(own.items()) if error == own[first]]
-    return make_finding(evidence, "rank_exception", ranks, own[first], 0.9, certain=len(ranks) < len(evidence.ranks))
+    return make_finding(
+        evidence, "rank_exception", ranks, own[first], 0.9, certain=2 * len(ranks) <= len(evidence.ranks)
+    )
 
 
 def _died(job: ForeignJob, evidence: Evidence) -> Finding | None:

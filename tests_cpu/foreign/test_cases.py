@@ -80,3 +80,12 @@ def test_what_an_exception_states_of_other_ranks(
     (tmp_path / "job.log").write_text("".join(RAISED_BY.format(r, r, text) for r, text in errors.items()))
     verdict, _ = judge(read_job([tmp_path]), "job")
     assert (verdict.cause, verdict.ranks) == (cause, ranks)
+
+
+def test_what_most_ranks_raise_is_not_certain(tmp_path: Path) -> None:
+    text = (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen: EADDRINUSE, address already in use"
+    )
+    (tmp_path / "job.log").write_text("".join(RAISED_BY.format(r, r, text) for r in (0, 2)) + "[rank1]: waits\n")
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert (verdict.ranks, verdict.certain) == ((0, 2), False)
