@@ -106,9 +106,7 @@ class TraceSession:
             Path(folder), event="group", name=label, ranks=in_runs(list(ranks)),
             **({} if number is None else {"number": number}),
         ))  # fmt: skip
-        self.recorder.stores.on_use = lambda event, key, site, number: record(
-            Path(folder), event=event, key=key, where=site, number=number
-        )
+        self.recorder.stores.on_set = lambda key, site: record(Path(folder), event="key_set", key=key, where=site)
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"

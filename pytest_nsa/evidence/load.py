@@ -339,7 +339,6 @@ def _read_rank(
         kept_errors=tuple((e["name"], e["says"], e["at"]) for frame in frames for e in frame.get("errors", ())),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_key_uses(of["key_set"], own.get("keys", ())),
-        keys_awaited=_key_uses(of["key_awaited"], own.get("keys_awaited", ())),
         handles=Handled(held["says"], held["at"], held["in"]) if (held := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
         thread_errors=tuple(
@@ -358,16 +357,9 @@ def _read_rank(
 
 
 def _key_uses(events: Sequence[Mapping[str, Any]], latest: Sequence[Sequence[Any]]) -> tuple[KeyUse, ...]:
-    """Return the keys of a store that each line of a rank set, or waited for, with the largest number of each."""
-    found: dict[tuple[str, str], int] = {}
-    recorded = [(e["key"], e["where"], e.get("number", 0)) for e in events]
-    for key, where, number in [*recorded, *((*row, 0)[:3] for row in latest)]:
-        found[key, where] = max(found.get((key, where), 0), number)
-    return tuple(
-        KeyUse(key, site, callers, number)
-        for (key, where), number in found.items()
-        for site, _, callers in [where.partition(" < ")]
-    )
+    """Return the keys of a store that each line of a rank set."""
+    found = dict.fromkeys([*((e["key"], e["where"]) for e in events), *((key, where) for key, where, *_ in latest)])
+    return tuple(KeyUse(key, site, callers) for key, where in found for site, _, callers in [where.partition(" < ")])
 
 
 def _loop(loop: Mapping[str, Any] | None) -> EventLoop | None:

@@ -72,10 +72,9 @@ def _numbers_by_name(value: Any) -> bool:
 
 
 def _key_uses(value: Any) -> bool:
-    """Return whether a value has rows of a key, a line and, except in versions before 0.2, a number of keys."""
+    """Return whether a value has rows that begin with a key and a line."""
     return isinstance(value, list) and all(
-        isinstance(row, list) and len(row) in (2, 3) and all(map(is_text, row[:2])) and all(map(_int, row[2:]))
-        for row in value
+        isinstance(row, list) and len(row) >= 2 and all(map(is_text, row[:2])) for row in value
     )
 
 
@@ -149,14 +148,13 @@ EVENTS: dict[str, dict[str, Check]] = {
     "wrapped": {"where": is_text, "ranks": _ranks, "parameters": _check_list(is_text)},
     "gradients_ready": {"step": _int, "order": _int},
     "anomaly": {"kind": is_text, "step": _int},
-    "key_set": {"key": is_text, "where": is_text, "number?": _int},
-    "key_awaited": {"key": is_text, "where": is_text, "number": _int},
+    "key_set": {"key": is_text, "where": is_text},
     "group": {"name": is_text, "ranks": _ranks, "number?": _int},
 }  # fmt: skip
 # What a stalled rank wrote of itself; `handles` and `asyncio` may be empty.
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
-    "keys?": _key_uses, "keys_awaited?": _key_uses, "lines?": _check_list(is_text),
+    "keys?": _key_uses, "lines?": _check_list(is_text),
     "handles?": _check_fields({"says": is_text, "at": is_text, "in": is_text}, may_be_empty=True),
     "asyncio?": _check_fields({
         "tasks": _check_list(is_text), "timers": _int, "files": _int,

@@ -26,7 +26,7 @@ def _first_line(message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """A key of a store that a line of the user's code set or waited for, and how many keys of its kind (0: unknown).
+    """A key of a store that a line of the user's code set.
 
     ``callers`` are the lines that led there, innermost first, as in `Collective`.
     """
@@ -34,7 +34,6 @@ class KeyUse:
     key: str
     where: str
     callers: str = ""
-    number: int = 0
 
     @property
     def called_from(self) -> str:
@@ -197,7 +196,6 @@ class RankEvidence:
     kept_errors: tuple[tuple[str, str, str], ...] = ()  # exceptions in its variables: name, text, raised at
     lines_seen: tuple[str, ...] = ()  # of the user's code, at which its heartbeat found the main thread in a stall
     keys_set: tuple[KeyUse, ...] = ()  # the first and the last key of a store, of each kind, that each line set
-    keys_awaited: tuple[KeyUse, ...] = ()  # the last key, of each kind, that each line waited for
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
     gradients_missing: tuple[MissingGradients, ...] = ()  # by a requested trace; one entry for steps that lack the same

@@ -17,8 +17,7 @@ def keys_of(path: Path, sets: Mapping[int, list[str]], waits: Mapping[int, str])
     """Return the keys of ranks that have set ``sets`` at one line and wait for ``waits``; a rank without a wait has ended."""
     evidence = load(make_folder(path / "t", len({*sets, *waits})))
     ranks = tuple(
-        replace(r, keys_set=tuple(KeyUse(key, "a.py:1 in f", number=1) for key in sets.get(r.rank, ())))
-        for r in evidence.ranks
+        replace(r, keys_set=tuple(KeyUse(key, "a.py:1 in f") for key in sets.get(r.rank, ()))) for r in evidence.ranks
     )
     calls = {r.rank: ended(r) for r in ranks}
     calls |= {rank: replace(calls[rank], op=KEY, note=key) for rank, key in waits.items()}
@@ -56,9 +55,8 @@ def test_a_key_that_ranks_count_in_is_wanted_though_it_is_set(tmp_path: Path) ->
     assert keys.wanted(2) == ("go/1",)
 
 
-def test_a_round_that_does_not_follow_the_latest_one_is_far(tmp_path: Path) -> None:
+def test_a_rank_that_is_in_a_later_round(tmp_path: Path) -> None:
     sets = {rank: [f"part/{step}/{rank}" for step in (0, 3)] for rank in range(3)}
-    keys = keys_of(tmp_path, sets, {0: "part/4/2", 1: "part/10/0"})
-    following, far = (Wanted(keys, (rank,), keys.wanted(rank), set(), None) for rank in (0, 1))
-    assert (following.is_far, far.is_far) == (False, True)
-    assert far.compare_round(1) == -1
+    keys = keys_of(tmp_path, sets, {0: "part/2/2", 1: "part/4/0"})
+    earlier, following = (Wanted(keys, (rank,), keys.wanted(rank), set(), 2) for rank in (0, 1))
+    assert (earlier.is_later, following.is_later) == (True, False)

@@ -96,9 +96,13 @@ def test_of_each_line_and_kind_the_first_and_the_last_key_are_recorded(recorded:
     class Store:
         def set(self, key: str, value: str) -> None: ...
 
-    used: list[tuple[str, str, str, int]] = []
-    recorded.recorder.on_use = lambda *use: used.append(use)
+        def add(self, key: str, amount: int) -> int:
+            return 0
+
+    used: list[tuple[str, str]] = []
+    recorded.recorder.on_set = lambda *use: used.append(use)
     recorded.recorder.wrap_set(Store, "set")
+    recorded.recorder.wrap_look(Store, "add")
 
     def publish(key: str) -> None:
         Store().set(key, "1")
@@ -106,37 +110,14 @@ def test_of_each_line_and_kind_the_first_and_the_last_key_are_recorded(recorded:
     for number in range(3):
         publish(f"part/{number}")
         publish(f"of/{number}/all")
+        Store().add(f"count/{number}", 1)
+        Store().add(f"count/{number}", 0)  # a look
     publish("part/2")
-    assert [(event, key, number) for event, key, _, number in used] == [("key_set", "part/0", 1), ("key_set", "of/0/all", 1),
-                                                                        ("key_set", "part/2", 1)]  # fmt: skip
-    del used[:]
-    recorded.recorder.record_latest()
-    assert [(event, key, number) for event, key, _, number in used] == [("key_set", "part/2", 3), ("key_set", "of/2/all", 3),
-                                                                        ("key_set", "part/2", 1)]  # fmt: skip
-    here, caller = used[0][2].split(" < ")[:2]
+    assert [key for key, _ in used] == ["part/0", "of/0/all", "count/0", "part/2"]
+    here, caller = used[0][1].split(" < ")[:2]
     assert here.startswith(f"{__file__}:")
     assert here.endswith(" in publish")
     assert caller.startswith("test_stores.py:")
-
-
-def test_keys_that_were_awaited_and_counted_in_are_recorded(recorded: Recorded) -> None:
-    class Store:
-        timeout = datetime.timedelta(seconds=8)
-
-        def get(self, key: str) -> None: ...
-
-        def add(self, key: str, amount: int) -> int:
-            return 0
-
-    used: list[tuple[str, str, int]] = []
-    recorded.recorder.on_use = lambda event, key, way, number: used.append((event, key, number))
-    recorded.recorder.wrap_wait(Store, "get")
-    recorded.recorder.wrap_look(Store, "add")
-    for number in range(2):
-        Store().get(f"plan/{number}")
-        Store().add(f"count/{number}", 1)
-        for _ in range(3):  # a look again at the same key is the same wait
-            Store().add(f"count/{number}", 0)
     del used[:]
     recorded.recorder.record_latest()
-    assert used == [("key_set", "count/1", 2), ("key_awaited", "plan/1", 2), ("key_awaited", "count/1", 2)]
+    assert [key for key, _ in used] == ["part/2", "of/2/all", "count/2", "part/2"]

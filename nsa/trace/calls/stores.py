@@ -1,6 +1,4 @@
-"""Record which keys of a store the main thread waits for, whether it polls a store, and at which lines keys are set and
-awaited.
-"""
+"""Record which keys of a store the main thread waits for, whether it polls a store, and at which lines keys are set."""
 
 import itertools
 import re
@@ -38,30 +36,30 @@ class Limit:
         self._board.number("limit_time", until)
 
 
-class KeyUses:
-    """The last key of each kind that each line used, and how many different ones in a row.
+class KeysSet:
+    """The last key of each kind that each line set.
 
     Keys are of one kind if they differ only in numbers. A line in a helper may set keys of several kinds.
     """
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[str, str], tuple[str, int]] = {}
+        self._latest: dict[tuple[str, str], str] = {}
 
     def add(self, key: str, site: str) -> bool:
-        """Record a use; return whether it is the first one of this kind at this line."""
+        """Record a key; return whether it is the first one of its kind at this line."""
         at = site, re.sub(r"\d+", "#", key)
-        latest, number = self._latest.get(at, ("", 0))
-        if not key or not site or key == latest or (not number and len(self._latest) == _MOST_USES):
+        is_first = at not in self._latest
+        if not key or not site or (is_first and len(self._latest) == _MOST_USES):
             return False
-        self._latest[at] = key, number + 1
-        return not number
+        self._latest[at] = key
+        return is_first
 
     def clear(self) -> None:
         self._latest.clear()
 
-    def rows(self) -> list[tuple[str, str, int]]:
-        """Return (key, line, number of keys) of each line and kind."""
-        return [(key, site, number) for (site, _), (key, number) in list(self._latest.items())]
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (key, line) of each line and kind."""
+        return [(key, site) for (site, _), key in list(self._latest.items())]
 
 
 class StoreRecorder:
@@ -72,18 +70,16 @@ class StoreRecorder:
         self._limit = limit
         self._looked = 0.0  # when the main thread last queried a store
         self._key = ""  # the keys that the main thread waits for, or queried last
-        self.keys_set = KeyUses()
-        self.keys_awaited = KeyUses()
-        # Called with event, key, line and number of keys: at the first key that a line sets, and at the end of the test.
-        self.on_use: Callable[[str, str, str, int], None] = _ignore
+        self.keys_set = KeysSet()
+        # Called with key and line: at the first key that a line sets, and at the end of the test with the last one.
+        self.on_set: Callable[[str, str], None] = _ignore
         self.on_call: Callable[[dict[str, Any]], None] | None = None  # each key that is set or awaited
 
     def forget(self) -> None:
         """Reset for another test on a new board."""
         self._looked, self._key = 0.0, ""
         self.keys_set.clear()
-        self.keys_awaited.clear()
-        self.on_use, self.on_call = _ignore, None
+        self.on_set, self.on_call = _ignore, None
 
     def install(self) -> None:
         """Replace the methods. Those that this version of torch lacks are skipped."""
@@ -106,7 +102,6 @@ class StoreRecorder:
             limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
             until, key = self._limit.until, self._key
             self._set_key(keys_of_call(args, kwargs))
-            self._use(self.keys_awaited, self._key, _way())
             self._begins("wait", self._key)
             if limit:
                 self._limit.set(wall_clock() + limit)
@@ -130,10 +125,8 @@ class StoreRecorder:
                 if now - self._looked > LOOKS_AGAIN_S:
                     self._board.number("polled_from", now)
                 self._set_key(keys_of_call(args, kwargs))
-                uses = self.keys_set if name == "add" and any(args[1:]) else self.keys_awaited
-                self._use(uses, self._key, _way())
-                if uses is self.keys_set:
-                    self._begins("set", self._key)
+                if name == "add" and any(args[1:]):
+                    self._set(self._key, _way())
                 self._looked = now
                 self._board.number("polled_time", now)
             return original(store, *args, **kwargs)
@@ -146,22 +139,20 @@ class StoreRecorder:
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            key = keys_of_call(args, kwargs)
-            self._use(self.keys_set, key, _way())
-            self._begins("set", key)
+            self._set(keys_of_call(args, kwargs), _way())
             return original(store, *args, **kwargs)
 
         setattr(kind, name, recorded)
 
     def record_latest(self) -> None:
         """Record the last key of each line, at the end of the test."""
-        for event, uses in (("key_set", self.keys_set), ("key_awaited", self.keys_awaited)):
-            for row in uses.rows():
-                self.on_use(event, *row)
+        for key, site in self.keys_set.rows():
+            self.on_set(key, site)
 
-    def _use(self, uses: KeyUses, key: str, site: str) -> None:
-        if uses.add(key, site) and uses is self.keys_set:
-            self.on_use("key_set", key, site, 1)
+    def _set(self, key: str, site: str) -> None:
+        if self.keys_set.add(key, site):
+            self.on_set(key, site)
+        self._begins("set", key)
 
     def _begins(self, kind: str, key: str) -> None:
         if self.on_call is not None:
@@ -178,5 +169,5 @@ def _way() -> str:
     return " < ".join(filter(None, call_path(2)))
 
 
-def _ignore(event: str, key: str, site: str, number: int) -> None:
+def _ignore(key: str, site: str) -> None:
     """No-op."""

@@ -236,7 +236,6 @@ class Heartbeat:
             "lines": list(self._lines),
             "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
             "keys": self.recorder.stores.keys_set.rows() if self.recorder is not None else [],
-            "keys_awaited": self.recorder.stores.keys_awaited.rows() if self.recorder is not None else [],
         }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test continues
             write_atomically(self._stall, dumps(found))

@@ -149,12 +149,6 @@ class Contrast:
         *first, last = map(token, calls)
         return surprise([*self.history, *first], last)
 
-    @cached_property
-    def has_changed(self) -> bool:
-        """Whether the rank's latest earlier call by the same lines had another type, count, reduction or root."""
-        like = next((c for c in reversed(self.before) if token(c) == token(self.call)), None)
-        return like is not None and like.shape[2:] != self.call.shape[2:]
-
     @property
     def has_made(self) -> bool:
         """Whether the rank made its call before."""
@@ -169,12 +163,6 @@ class Contrast:
     def is_known(self) -> bool:
         """Whether one of the two ranks made this rank's call before."""
         return self.has_made or self.turned.has_made_other
-
-    @property
-    def is_stranger(self) -> bool:
-        """Whether the two calls are in different groups and the rank made no call in the other's group before."""
-        group = self.other_call.process_group
-        return group != self.call.process_group and all(c.process_group != group for c in self.before)
 
     @property
     def is_in_another_group(self) -> bool:

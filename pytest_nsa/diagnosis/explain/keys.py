@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -63,37 +63,14 @@ class Keys:
                     self.sets[get_kind(name)][rank.rank].append((name, use))
 
     @cached_property
-    def known(self) -> dict[str, set[int]]:
-        """By key, the ranks that are known to have set it: of each line the first and the last key are known."""
-        found: dict[str, set[int]] = defaultdict(set)
-        for by_rank in self.sets.values():
-            for rank, uses in by_rank.items():
-                for name, _ in uses:
-                    found[name].add(rank)
-        return found
+    def known(self) -> set[str]:
+        """The keys that are known to be set: of each line the first and the last one."""
+        return {name for by_rank in self.sets.values() for uses in by_rank.values() for name, _ in uses}
 
     def wanted(self, rank: int) -> tuple[str, ...]:
         """Return the keys that a rank waits for and no rank set; all of them if ranks set each, as they count in it."""
         names = self.waiting[rank]
         return tuple(name for name in names if name not in self.known) or tuple(names)
-
-    @cached_property
-    def setters(self) -> dict[str, dict[int, int]]:
-        """By kind, how many keys each rank set that set any."""
-        return {
-            kind: {rank: sum({id(use): use.number for _, use in uses}.values()) for rank, uses in by_rank.items()}
-            for kind, by_rank in self.sets.items()
-        }
-
-    @cached_property
-    def awaited(self) -> dict[str, dict[int, int]]:
-        """By kind, for how many keys each rank waited that waited for any."""
-        found: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for rank in self.evidence.ranks:
-            for use in rank.keys_awaited:
-                for kind in set(map(get_kind, list_names(use.key))):
-                    found[kind][rank.rank] += use.number
-        return found
 
     def places(self, kind: str) -> dict[int, dict[str, int]]:
         """Return the positions in a key at which each rank that set such keys has one number, with the rank of each number.
@@ -170,34 +147,16 @@ class Wanted:
         return get_kind(self.name)
 
     @property
-    def setters(self) -> dict[int, int]:
-        """The ranks that set such keys, and how many."""
-        return self.keys.setters.get(self.kind, {})
-
-    def compare_round(self, rank: int) -> int:
-        """Return 1 if the last such key that a rank set is of a later round than the awaited key, -1 if of an earlier round, 0 if
-        of the same round or unknown.
-        """
-        latest = self.keys.latest(self.kind, rank)
-        if latest is None:
-            return 0
-        mine, wanted = self.keys.find_round(latest[0]), self.keys.find_round(self.name)
-        return (mine > wanted) - (mine < wanted) if len(mine) == len(wanted) else 0
+    def setters(self) -> Collection[int]:
+        """The ranks that set such keys."""
+        return self.keys.sets.get(self.kind, {})
 
     @property
-    def is_once_more(self) -> bool:
-        """Whether the waiter awaited more such keys than each other rank that awaited any."""
-        counts = self.keys.awaited.get(self.kind, {})
-        mine, others = counts.get(self.waiters[0], 0), [n for rank, n in counts.items() if rank not in self.waiters]
-        return bool(others) and mine > max(others)
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the round of the awaited key does not follow the latest round of which a rank set a key."""
-        rounds = [self.keys.find_round(name) for uses in self.keys.sets.get(self.kind, {}).values() for name, _ in uses]
-        wanted = self.keys.find_round(self.name)
-        pairs = [(a, b) for a, b in zip(max(rounds, default=()), wanted, strict=False) if a != b]
-        return any(b - a > 1 for a, b in pairs[:1])
+    def is_later(self) -> bool:
+        """Whether the last such key that the peer set is of a later round than the awaited key."""
+        latest, wanted = self.keys.latest(self.kind, self.peer), self.keys.find_round(self.name)
+        mine = self.keys.find_round(latest[0]) if latest is not None else ()
+        return len(mine) == len(wanted) and mine > wanted
 
 
 Term = TermOfAWait[Wanted]
@@ -208,24 +167,13 @@ def _state(kind: Callable[[Collective], bool]) -> Callable[[Wanted], float]:
 
 
 TERMS: tuple[Term, ...] = (
-    Term("new kind", "waits for a key of a kind that no rank set", True, lambda w: not w.setters),
-    Term("once more", "awaited more such keys than each other rank that did", True, lambda w: w.is_once_more),
-    Term("far", "waits for a key of a round that does not follow the latest one", True, lambda w: w.is_far),
-    Term("own is older", "set such a key of an earlier round last", True, lambda w: w.compare_round(w.waiters[0]) < 0),
-    Term("own is set", "set such a key of this round", True,
-         lambda w: w.waiters[0] in w.setters and not w.compare_round(w.waiters[0])),
     Term("alone", "waits where every other rank has ended its test", True,
          lambda w: all(c.op == END for r, c in w.keys.entered.items() if r not in w.waiters)),
     Term("owner", "sets the keys with this number", False, lambda w: (w.peer in w.owners) / max(1, len(w.owners))),
     Term("sets such", "set such keys before", False, lambda w: w.peer in w.setters),
     Term("alone does not", "set no such key, and every other rank did", False,
          lambda w: w.peer not in w.setters and len(w.setters) == len(w.keys.evidence.ranks) - 1),
-    Term("counted not", "did not count in this key, and every other rank did", False,
-         lambda w: len(w.keys.known.get(w.name, ())) == len(w.keys.evidence.ranks) - 1 and w.peer not in w.keys.known[w.name]),
-    Term("fewer", "set fewer such keys than each other rank that did", False,
-         lambda w: any(r != w.peer for r in w.setters)
-         and w.setters.get(w.peer, 0) < min(n for r, n in w.setters.items() if r != w.peer)),
-    Term("later set", "set such a key of a later round", False, lambda w: w.compare_round(w.peer) > 0),
+    Term("later set", "set such a key of a later round", False, lambda w: w.is_later),
     Term("waits too", "waits for a key, too", False, _state(lambda c: c.op == KEY)),
     Term("ended", "", False, _state(lambda c: c.op == END)),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_nsa.diagnosis.explain.messages import Owed, get_line
+from pytest_nsa.diagnosis.explain.messages import Owed
 from pytest_nsa.diagnosis.explain.rhythm import share
 
 Awaited = TypeVar("Awaited")
@@ -27,21 +27,15 @@ Term = TermOfAWait[Owed]
 
 MESSAGE: tuple[Term, ...] = (
     Term("new half", "exchanges a message at this line for the first time", True, lambda o: not o.own),
-    Term("all new half", "exchanges a message at a line at which no rank did before", True,
-         lambda o: sum(map(len, o.messages.at_line[get_line(o.call)].values())) == 1),
     Term("surprise of half", "waits for a message that its earlier rounds do not predict", True, lambda o: share(o.bits_of_call())),
     Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
     Term("once more", "came to this line more often than each other rank that came there", True, lambda o: o.is_once_more),
     Term("fewer answers", "made fewer matching calls than each other rank at that line", False,
          lambda o: o.has_fewer_answers),
-    Term("another tag", "waits in the matching call with another tag", False,
-         lambda o: o.theirs is not None and o.is_mutual and o.theirs.is_send != o.call.is_send and o.theirs.note != o.call.note),
     Term("all alike", "waits in the same direction at the same line, as every rank does", False,
          lambda o: o.messages.are_all_alike),
     Term("surprise of answer", "has no earlier rounds that predict the matching call here", False,
          lambda o: share(o.bits_of_answer())),
-    Term("answer passed over", "makes the call that follows the matching call in its earlier rounds", False,
-         lambda o: (1 - share(o.bits_of_answer())) * (1 - share(o.bits_after_answer()))),
     Term("made its half", "exchanged messages at these lines as often as the rank that waits for it, with others", False,
          lambda o: o.entered_as_often),
 )  # fmt: skip

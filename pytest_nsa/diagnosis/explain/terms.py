@@ -40,20 +40,13 @@ def _bits(*calls: str) -> Callable[[Contrast], float]:
     return value
 
 
-def _rounds(compares: Callable[[int, int], bool]) -> Callable[[Contrast], float]:
-    def value(c: Contrast) -> float:
-        now, *earlier = c.counts
-        return float(len(set(earlier)) == 1 and compares(now, earlier[0]))
-
-    return value
+def _makes_as_many(c: Contrast) -> float:
+    now, *earlier = c.counts
+    return float(len(set(earlier)) == 1 and now >= earlier[0])
 
 
 def _path(path: Path) -> Callable[[Contrast], float]:
     return lambda c: float(c.path is path)
-
-
-def _by_lines(order: Order) -> Callable[[Contrast], float]:
-    return lambda c: c.order is order and not (c.compared.is_counted or c.compared.is_likely)
 
 
 def _was_skipped(c: Contrast) -> float:
@@ -66,44 +59,35 @@ OWN: tuple[Term, ...] = (
     Term("new", "makes this call for the first time", lambda c: not c.has_made),
     Term("surprise of other's", "has no earlier round in which the others' call comes next", _bits("other")),
     Term("surprise before other's", "has no earlier round that goes from its own call to the others'", _bits("own", "other")),
-    Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
-    Term("as many", "has made as many calls like this one as in each round before", _rounds(lambda now, usual: now >= usual)),
+    Term("as many", "has made as many calls like this one as in each round before", _makes_as_many),
     Term("passed over", "makes the call that follows the others' call in its earlier rounds", _was_skipped),
-    Term("no rounds", "has no earlier round to compare with", lambda c: len(c.counts) == 1),
-    Term("changed", "carries something else than at its latest call by these lines", lambda c: c.has_changed),
     Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),
     Term("not excluded", "is let through by a condition that excludes other ranks", _path(Path.EXCLUDES)),
     Term("on data", "is under a condition on data, not on the rank", _path(Path.DATA)),
-    Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
-    Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
 )  # fmt: skip
 
 
 SHARED: tuple[Term, ...] = (
     Term("ahead, counted", "is ahead in the program",
          lambda c: c.order is Order.AFTER and (c.compared.is_counted or c.compared.is_likely)),
-    Term("ahead by lines", "is ahead in the program, as far as its lines show", _by_lines(Order.AFTER)),
+    Term("ahead by lines", "is ahead in the program, as far as its lines show",
+         lambda c: c.order is Order.AFTER and not (c.compared.is_counted or c.compared.is_likely)),
     Term("ahead, other's new", "is ahead, and no rank made the others' call before",
          lambda c: c.order is Order.AFTER and not c.turned.is_known),
     Term("assumed ahead", "is ahead where a loop has begun again", lambda c: c.compared.is_assumed and c.order is Order.AFTER),
-    Term("behind by lines", "is behind in the program, as far as its lines show", _by_lines(Order.BEFORE)),
     Term("steps behind", "is behind by training steps or exhausted data loaders alone",
          lambda c: c.compared.is_likely and c.order is Order.BEFORE),
     Term("behind, new", "is behind, in a call that no rank made before", lambda c: c.order is Order.BEFORE and not c.is_known),
-    Term("behind, other's new", "is behind, and no rank made the others' call before",
-         lambda c: c.order is Order.BEFORE and not c.turned.is_known),
     Term("in a loop", "is in a loop that the others left", lambda c: c.turned.has_left),
     Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE,
          "is in branches that exclude each other"),
     Term("all new", "makes a call that no rank made before, as the others do", lambda c: not (c.is_known or c.turned.is_known),
          "makes calls that no rank made before"),
-    Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4],
-         "carries the same in different calls"),
     Term("another group", "calls in another group", lambda c: c.is_in_another_group, "calls in different groups"),
 )  # fmt: skip
 
 
-_ALONE = ("ahead, counted", "ahead by lines", "behind by lines", "in a loop", "exclusive")
+_ALONE = ("ahead, counted", "ahead by lines", "in a loop", "exclusive")
 _OF_A_SIDE = ("selected", "not excluded", "on data")
 
 
@@ -120,7 +104,7 @@ def position_values(contrast: Contrast) -> dict[str, float]:
 def size_values(named: int, others: int) -> dict[str, float]:
     """Return the values of the terms of numbers: how many ranks an edit names, and how many others there are."""
     bits = math.log2((others + 0.5) / (named + 0.5))
-    return {"minority": max(-2.0, min(2.0, bits)), "majority": float(named > others), "several": float(named > 1)}
+    return {"minority": max(-2.0, min(2.0, bits)), "majority": float(named > others)}
 
 
 def compute_values(contrast: Contrast, sizes: dict[str, float], *, for_all: bool = False) -> dict[str, float]:
