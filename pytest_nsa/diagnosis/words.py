@@ -13,7 +13,7 @@ from pytest_nsa.diagnosis.explain.keys import get_key
 from pytest_nsa.diagnosis.explain.locations import split_place
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.messages import END, KEY
-from pytest_nsa.diagnosis.explain.source import polled_condition
+from pytest_nsa.diagnosis.explain.source import find_loops, polled_condition
 from pytest_nsa.diagnosis.explain.terms import OWN, SHARED
 from pytest_nsa.diagnosis.facts import doing, racing, user_frame
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks, stated
@@ -169,12 +169,17 @@ def who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
 
 
 def polled(rank: RankEvidence) -> tuple[str, str]:
-    """Return the condition of the loop in which a rank sleeps, as ', while `not self.buffer`', and an advice; ('', '') without one.
+    """Return why a rank sleeps in a loop, and an advice: the exception after which it tries again (', and handles KeyError: 3'), or
+    the loop's condition (', while `not self.buffer`'); ('', '') without either.
 
-    Where it is in memory, and the rank has no other thread and no child, nothing in the rank can change it.
+    Where a condition is in memory, and the rank has no other thread and no child, nothing in the rank can change it.
     """
-    frame = user_frame(rank)
-    condition, is_of_memory = polled_condition(rank.sources, frame.describe()) if frame is not None else ("", False)
+    frame, handled = user_frame(rank), rank.handles
+    place = frame.describe() if frame is not None else ""
+    if handled is not None and handled.inside == place and find_loops(rank.sources, place):
+        advice = f"find why {handled.at} fails each time: the sleep is a pause between two tries"
+        return f", and handles {handled.text}", advice
+    condition, is_of_memory = polled_condition(rank.sources, place) if place else ("", False)
     if not condition:
         return "", ""
     others = [t for t in rank.threads if not (t.is_main or t.is_ours)]

@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,16 @@ def test_one_that_is_done_with_is_not_told() -> None:
         look()
 
     assert looked_at(after, handled_exception) == {}
+
+
+def test_an_error_of_the_system_is_told_with_its_file(tmp_path: Path) -> None:
+    def fails(look: Look) -> None:
+        try:
+            tmp_path.mkdir()
+        except FileExistsError:
+            look()
+
+    assert looked_at(fails, handled_exception)["says"] == f"FileExistsError: File exists: {tmp_path}"
 
 
 def test_a_secret_in_its_text_is_masked() -> None:

@@ -32,7 +32,7 @@ def handled_exception(thread: int) -> dict[str, str]:
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """Return type and first argument of an exception, and the user's line that raised it."""
+    """Return type and first argument of an exception (of an OSError, its text and file), and the user's line that raised it."""
     raised, traceback = "", error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -40,6 +40,9 @@ def describe_error(error: BaseException) -> dict[str, str]:
             raised = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
         traceback = traceback.tb_next
     first = error.args[0] if error.args and isinstance(error.args[0], str) else ""
+    if isinstance(error, OSError) and len(error.args) > 1:  # by OSError's own attributes: a subclass may define others
+        text, file = (vars(OSError)[name].__get__(error) for name in ("strerror", "filename"))
+        first = f"{text}: {file}" if isinstance(file, str) else str(text)
     return {"says": masked(f"{type(error).__name__}: {first}"[:MOST_CHARACTERS]), "at": raised}
 
 

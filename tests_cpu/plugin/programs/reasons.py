@@ -75,6 +75,19 @@ def read(group):
         time.sleep(0.05)
 
 
+def test_tries_again(group, tmp_path):  # -> sleeping 1: and handles FileExistsError: File exists
+    if group.rank == 0:
+        (tmp_path / "lock").mkdir()
+    dist.barrier()
+    while group.rank == 1:
+        try:
+            (tmp_path / "lock").mkdir()
+            break
+        except FileExistsError:
+            time.sleep(0.02)
+    dist.barrier()
+
+
 def test_waits_after_an_error(group):  # -> sleeping 0 with handled_exception
     read(group)
     dist.barrier()
