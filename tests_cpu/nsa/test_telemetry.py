@@ -20,6 +20,7 @@ import torch
 from nsa.config import load_config
 from nsa.kernels import blocks
 from nsa.model.transformer import build_model
+from nsa.trace.board import Board
 from nsa.trace.stall.watchdog import Watchdog
 from nsa.training.metrics import Metrics
 from nsa.training.statistics import GateStatistics, SelectionStatistics
@@ -171,7 +172,7 @@ def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nsa.trace.stall.watchdog.GRACE_S", 0.1)
-    watchdog = Watchdog(tmp_path, 0, 0.2)
+    watchdog = Watchdog(tmp_path, 0, 0.2, Board(), list)
     watchdog.feed()
     ctypes.PyDLL(None).usleep(1_500_000)  # which keeps the GIL
     seen = watchdog.path.read_text()

@@ -137,7 +137,7 @@ class CollectiveRecorder:
             entry = self._pending.get(id(work))
             if entry is None:
                 return wait(work, *args, **kwargs)
-            with self._blocked(entry.index, limit_of_call((*args, *kwargs.values())) or entry.limit):
+            with _Blocked(self, entry.index, limit_of_call((*args, *kwargs.values())) or entry.limit):
                 result = wait(work, *args, **kwargs)
             # If collectives run on a device, it returns at once: the heartbeat polls whether the work is done.
             if entry.ends_by_wait or work.is_completed():
@@ -196,7 +196,7 @@ class CollectiveRecorder:
             depth = getattr(self._inside, "depth", 0)
             self._inside.depth = depth or int(op != NEW_GROUP)  # the calls that DDP's make are part of them
             try:
-                with self._blocked(index, self._limits.get(named, 0.0)):
+                with _Blocked(self, index, self._limits.get(named, 0.0)):
                     result = original(*args, **kwargs)
             finally:
                 self._inside.depth = depth
@@ -240,7 +240,7 @@ class CollectiveRecorder:
             label = self._labels.of_rendezvous(NEW_GROUP, port, world_size)
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
             index = self._enter(NEW_GROUP, label, size=world_size, note=note)
-            with self._blocked(index):
+            with _Blocked(self, index):
                 store = original(hostname, port, rank, world_size, *args, **kwargs)
             self.board.leave(index)
             return store
@@ -266,7 +266,7 @@ class CollectiveRecorder:
         )  # fmt: skip
         self._inside.depth = 1
         try:
-            with self._blocked(index, self._limits.get(label, 0.0)):
+            with _Blocked(self, index, self._limits.get(label, 0.0)):
                 result = original(*args, **kwargs)
         finally:
             self._inside.depth = 0
@@ -286,12 +286,8 @@ class CollectiveRecorder:
         call = next((c for c in calls if c is not None), None)
         if call is None:
             return original(*args, **kwargs)
-        with self._blocked(*call):
+        with _Blocked(self, *call):
             return original(*args, **kwargs)
-
-    def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
-        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds if that is not 0."""
-        return _Blocked(self, index, limit)
 
     @property
     def is_waiting(self) -> bool:
@@ -443,7 +439,7 @@ class CollectiveRecorder:
                 self.on_reduce(group, args[0])
             self._inside.depth = 1
             try:
-                with self._blocked(index, limit):  # some calls wait before they return
+                with _Blocked(self, index, limit):  # some calls wait before they return
                     work = original(group, *args, **kwargs)
             except (ValueError, TypeError, RuntimeError) as error:
                 if was_refused(error, name):
@@ -487,14 +483,15 @@ def _is_in_side_thread() -> bool:
 
 
 class _Blocked:
-    """A mark on the board while the main thread waits. If an exception ends the wait, ``failed_in`` keeps the call.
+    """A mark on the board while the main thread waits in collective ``index``, for ``limit`` seconds if that is not 0. If an
+    exception ends the wait, ``failed_in`` keeps the call.
 
     A class, because a context by a generator costs three times as much, and every collective has two.
     """
 
     __slots__ = ("index", "limit", "on_main", "outer", "recorder", "until")
 
-    def __init__(self, recorder: CollectiveRecorder, index: int, limit: float) -> None:
+    def __init__(self, recorder: CollectiveRecorder, index: int, limit: float = 0.0) -> None:
         self.recorder, self.index, self.limit = recorder, index, limit
 
     def __enter__(self) -> None:
