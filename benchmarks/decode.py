@@ -48,7 +48,6 @@ def calls(shape: tuple[int, int, int, int], S: int, T: int) -> dict[str, Call]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))

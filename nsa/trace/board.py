@@ -154,20 +154,16 @@ class Board:
             self.number(name, value)
 
     def number(self, name: str, value: float) -> None:
-        """Store a number field."""
         offset, code = self._numbers[name]
         code.pack_into(self._map, offset, value)
 
     def add(self, name: str) -> None:
-        """Increment a counter."""
         self._counters[self._words[name]] += 1
 
     def reset(self, name: str) -> None:
-        """Set a counter to zero."""
         self._counters[self._words[name]] = 0
 
     def count(self, name: str) -> int:
-        """Return the value of a counter."""
         return self._counters[self._words[name]]
 
     @property

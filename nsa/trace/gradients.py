@@ -98,7 +98,6 @@ class GradientTrace:
         self.arrived.clear()
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

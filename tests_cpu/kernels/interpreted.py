@@ -1,8 +1,6 @@
 """Checks of the Triton kernels in Triton's interpreter: a process of its own, as TRITON_INTERPRET is read at their import.
 
 TRITON_INTERPRET=1 python -m tests_cpu.kernels.interpreted SEED NAME...
-
-More than 400 lines, as one process runs all checks: importing torch and Triton takes seconds.
 """
 
 import random as numbers
