@@ -160,9 +160,6 @@ class Board:
     def add(self, name: str) -> None:
         self._counters[self._words[name]] += 1
 
-    def reset(self, name: str) -> None:
-        self._counters[self._words[name]] = 0
-
     def count(self, name: str) -> int:
         return self._counters[self._words[name]]
 
@@ -201,7 +198,7 @@ class Board:
     def begin_backward(self) -> None:
         """Clear the arrived gradients, and end the forward's path: modules called from now on are not part of it."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
-        self.reset("gradients")
+        self.number("gradients", 0)
         if self.count("path_length") < 0:
             self.number("path_length", min(self.count("modules_entered") - self._path_base, MAX_PATH))
             self._path_base = -1 << 62

@@ -18,11 +18,7 @@ from nsa.trace.names import plain_name
 Listener = Callable[[int, list[str], int], None]
 
 
-def _ignore(step: int, missing: list[str], order: int) -> None:
-    """No-op."""
-
-
-_listener: Listener = _ignore
+_listener: Listener = lambda *_: None  # noqa: E731
 
 
 def report_gradients(listener: Listener) -> None:

@@ -76,34 +76,30 @@ class CollectiveRecorder:
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self._sequence: defaultdict[str, int] = defaultdict(int)
         self._labels = GroupLabels()
-        self._inside = threading.local()
         self._pending: dict[int, Pending] = {}  # by id of the Work
-        self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
-        self._functional = WeakIdKeyDictionary()  # a functional collective's result -> its index, its limit
         self._lock = threading.RLock()  # while it is held, the garbage collector may end a Work, and so call `_dropped`
-        self._blocked_in, self._has_failed = 0, False
+        self._has_failed = False
         self._limit = Limit(board)
         self.stores = StoreRecorder(board, self._limit)
         self._limits: dict[str, float] = {}  # time limits of groups, if short, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # Python classes that are wrapped
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
-        self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
-        self.on_call: Callable[[dict[str, Any]], None] | None = None  # what ranks must match of a call that begins
+        self.forget(0, 0)
 
     def forget(self, rank: int, world_size: int) -> None:
         """Reset for another test on a new board: sequence numbers start again on all its ranks."""
-        self._sequence.clear()
+        self._sequence: defaultdict[str, int] = defaultdict(int)
         self._inside = threading.local()
         self._labels.begin(rank, world_size)
         self._blocked_in, self._limit.until = 0, 0.0
         self.stores.forget()
-        self._functional.clear()
-        self._ends_by_wait.clear()
-        self._on_group, self.on_reduce, self.on_call = lambda *_: None, None, None
+        self._functional = WeakIdKeyDictionary()  # a functional collective's result -> its index, its limit
+        self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
+        self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
+        self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
+        self.on_call: Callable[[dict[str, Any]], None] | None = None  # what ranks must match of a call that begins
         with self._lock:
             self._pending.clear()
 
