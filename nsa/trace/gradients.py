@@ -1,12 +1,10 @@
 """Which parameters' gradients arrived in a backward, and which did not."""
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -97,7 +95,7 @@ class GradientTrace:
         for handle in self._handles:
             handle.remove()
 
-    def __enter__(self) -> GradientTrace:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,6 @@ reduction, tag, splits and time limit: a call that Python starts is recorded by 
 The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
 """
 
-from __future__ import annotations
-
 import atexit
 import re
 import sys
