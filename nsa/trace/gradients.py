@@ -41,16 +41,12 @@ class GradientTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self.is_counted = not any(map(is_flattened, model.parameters()))
-        self.expected = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad]
         self.arrived: dict[str, None] = {}  # in the order of their arrival
+        trained = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        self.expected = [name for name, _ in trained]
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(self._hook(plain_name(n)))
-            for n, p in model.named_parameters()
-            if p.requires_grad
-        ]
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda _: self.arrived.setdefault(name)
+            p.register_post_accumulate_grad_hook(lambda _, name=name: self.arrived.setdefault(name)) for name, p in trained
+        ]  # fmt: skip
 
     def missing(self) -> list[str]:
         """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`.
