@@ -130,6 +130,7 @@ def lists() -> None:
         for at in seqs.ranges:
             importance = torch.rand(at.tokens, G, selection.n_blocks)
             block_schedule.select_blocks(importance, picks, seqs, at, selection)
+            starts = [a for a, z in pairwise(ends) if max(a, at.first) < min(z, at.end)]
             entries = picks.new_full((at.tokens * G * n_sel,), -7)
             totals = picks.new_empty(at.count * G * selection.n_blocks)
             forward = selection_schedule.make_lists(picks, entries, totals, seqs, at, selection, piece)
@@ -143,15 +144,9 @@ def lists() -> None:
                 for group, j, some in found:
                     assert 0 < len(some) <= (piece if items is forward else 3)
                     seen.setdefault((group, j), []).extend(t for t, _ in some)
-                    first = ends[0] + _start_of(ends, at, group // G)
-                    assert all(int(picks[first + t, group % G, slot]) == j for t, slot in some)
+                    assert all(int(picks[starts[group // G] + t, group % G, slot]) == j for t, slot in some)
                 assert all(times == sorted(set(times)) for times in seen.values())
                 assert sum(map(len, seen.values())) == int((picks[at.first : at.end] >= 0).sum())
-
-
-def _start_of(ends: list[int], at: sequences.Range, b: int) -> int:
-    inside = [a for a, z in pairwise(ends) if max(a, at.first) < min(z, at.end)]
-    return inside[b]
 
 
 @check
