@@ -91,7 +91,6 @@ def measure(contender: str, length: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=3)

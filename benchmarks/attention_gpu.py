@@ -49,7 +49,6 @@ Call = Callable[[], Any]
 
 
 def get_sizes(shape: str) -> Sizes:
-    """Return block and window sizes of a shape."""
     return OTHER_SIZES.get(shape, SIZES)
 
 

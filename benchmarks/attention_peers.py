@@ -34,7 +34,6 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function, once."""
     return torch.compile(function)
 
 

@@ -286,5 +286,4 @@ def check() -> int:
 
 
 def write() -> None:
-    """Count, and write the table."""
     TABLE.write_text(json.dumps({"versions": versions(), "rows": count(with_strace=True)}, indent=1) + "\n")

@@ -5,8 +5,7 @@ python benchmarks/decode.py --json benchmarks/results/decode_gpu.json          #
 
 Figures are milliseconds of one layer's attention, without its projections, for 1, 4 and 16 new tokens: medians, on a GPU of
 CUDA graph replays. Shapes are those of attention_gpu.py; on a CPU only the 125M model's, in float32, with one thread. Dense is
-scaled_dot_product_attention, with the causal mask where there are several new tokens. On a GPU, "in two
-kernels" is one new token where each program picks, reads and merges, which is off otherwise.
+scaled_dot_product_attention, with the causal mask where there are several new tokens.
 """
 
 from typing import Any
@@ -45,20 +44,10 @@ def calls(shape: tuple[int, int, int, int], S: int, T: int) -> dict[str, Call]:
         k, v = (x.transpose(1, 2) for x in sel)
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    def in_two() -> Any:
-        from nsa.kernels.triton import decoding
-
-        usual, decoding.AT_ONCE = decoding.AT_ONCE, 1024  # 8 warps on each multiprocessor of an H100
-        try:
-            return ours()
-        finally:
-            decoding.AT_ONCE = usual
-
-    return {"nsa": ours, "dense": dense} | ({"nsa, in two kernels": in_two} if DEVICE == "cuda" and T == 1 else {})
+    return {"nsa": ours, "dense": dense}
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))

@@ -190,7 +190,6 @@ def measure(case: dict[str, Any], rank: int, store: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure each case, print, keep."""
     arguments = parser_of(__doc__).parse_args()
     found = []
     for case in CASES:

@@ -69,7 +69,6 @@ def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = parser_of(__doc__)
     parser.add_argument("--gpu", action="store_true", help="production's size, on a GPU")
     parser.add_argument("--rounds", type=int, default=3)

@@ -249,15 +249,10 @@ def convert(section: str, key: str, value: Any, where: str) -> Any:
 @functools.cache
 def _field(section: str, key: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the types that a field may have, and its limits."""
-    kind = _types(section)[key]
+    kind = typing.get_type_hints(SECTIONS[section])[key]
     (field,) = (f for f in dataclasses.fields(SECTIONS[section]) if f.name == key)
     is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
     return typing.get_args(kind) if is_union else (kind,), field.metadata
-
-
-@functools.cache
-def _types(section: str) -> dict[str, Any]:
-    return typing.get_type_hints(SECTIONS[section])
 
 
 def _as_text(value: Any) -> str:

@@ -7,6 +7,7 @@ with ``refuse``; nothing is dropped.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +57,17 @@ class NSALlamaConfig(LlamaConfig):
         """No-op: Hugging Face's list of types of layers has none of other packages."""
 
 
+def _refusing(name: str) -> Callable[..., Any]:
+    """Return a method that raises ValueError: NSA has three branches of keys and values, which stay on their device."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"{name}: a cache of NSA has no keys and values that Hugging Face can read; the layer fills it"
+        )
+
+    return refuse
+
+
 class NSACacheLayer(CacheLayerMixin):
     """A KVCache as a layer of Hugging Face's `DynamicCache`, which makes one for each layer of a model of `NSALlamaConfig`."""
 
@@ -69,26 +81,8 @@ class NSACacheLayer(CacheLayerMixin):
         super().__init__()
         self.kv = KVCache()
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Raise: NSA has three branches of keys and values."""
-        raise self._refused("lazy_initialization")
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Raise: NSA has three branches of keys and values."""
-        raise self._refused("update")
-
-    def offload(self) -> None:
-        """Raise: the cache stays on its device."""
-        raise self._refused("offload")
-
-    def prefetch(self) -> None:
-        """Raise: the cache stays on its device."""
-        raise self._refused("prefetch")
-
-    def _refused(self, name: str) -> ValueError:
-        return ValueError(
-            f"{name}: a cache of NSA has no keys and values that Hugging Face can read; the layer fills it"
-        )
+    lazy_initialization, update = _refusing("lazy_initialization"), _refusing("update")
+    offload, prefetch = _refusing("offload"), _refusing("prefetch")
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen."""

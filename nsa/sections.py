@@ -44,7 +44,6 @@ class ModelConfig:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of its attention."""
         return Sizes(self.compress_block, self.compress_stride, self.select_block, self.n_select, self.window)
 
 

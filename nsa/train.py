@@ -72,11 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    codes = "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
     parser = argparse.ArgumentParser(
         prog="python -m nsa.train",
         description="Train a Native Sparse Attention transformer; alone, or one rank of several under torchrun.",
         epilog=f"Environment variables (stronger than the YAML, weaker than options):\n{environment_help()}\n\n"
-        f"{_exit_codes()}\n\n{RESULTS}",
+        f"Exit codes:\n{codes}\n\n{RESULTS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="PATH", help="YAML file (default: the variable CONFIG)")
@@ -124,24 +125,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _exit_codes() -> str:
-    return "\n".join(["Exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())])
-
-
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    overrides: dict[str, Any] = {}
-    if arguments.dataset:
-        overrides["data.dataset"] = arguments.dataset
-    if arguments.steps:
-        overrides["train.steps"] = arguments.steps
-    if arguments.save_every is not None:
-        overrides["checkpoint.every"] = arguments.save_every
-    if arguments.safe:
-        overrides["parallel.safe"] = True
-    if arguments.device:
-        overrides["train.device"] = arguments.device
-    if arguments.parallel or arguments.ddp:
-        overrides["parallel.mode"] = arguments.parallel or ("ddp" if arguments.ddp == "1" else "none")
+    given = {
+        "data.dataset": arguments.dataset or None, "train.steps": arguments.steps, "checkpoint.every": arguments.save_every,
+        "parallel.safe": arguments.safe or None, "train.device": arguments.device,
+        "parallel.mode": arguments.parallel or {"1": "ddp", "0": "none"}.get(arguments.ddp),
+    }  # fmt: skip
+    overrides = {field: value for field, value in given.items() if value is not None}
     for setting in arguments.settings:
         field, _, text = setting.partition("=")
         if field in overrides:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -36,13 +36,9 @@ class Position:
     tokens: int = 0
     bad_rows: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Position:
-        """Build it from what `to_json` returned."""
+        """Build it from its fields, as `asdict` returns them."""
         return cls(**{**fields, "place": Place(**fields["place"])})
 
 

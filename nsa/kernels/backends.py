@@ -6,12 +6,14 @@ To add one: a module with the four functions of `reference`, and a row here; `ns
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config import ConfigError
-from nsa.kernels import blocks, flash, reference, sdpa, sdpa_math
+from nsa.kernels import blocks, flash, reference, sdpa
 from nsa.kernels.ops import Operators, attend_on_cpu
 from nsa.kernels.triton import support
 from nsa.kernels.triton.operators import attend_on_gpu, selection_mask
@@ -47,6 +49,16 @@ class Backend:
     dense: Callable[..., torch.Tensor] | None = None
 
 
+def _by_math(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return ``function`` by torch's math attention alone: no flash, memory-efficient or cuDNN kernel, forward or backward."""
+
+    def run(*args: torch.Tensor, **settings: float) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **settings)
+
+    return run
+
+
 def _whole_on_cpu(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float, ends: Sequence[int] | None,
     listener: Listener | None,
@@ -77,7 +89,11 @@ def _whole_on_gpu(
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(branches=reference),
     "sdpa": Backend(branches=sdpa),
-    "math": Backend(branches=sdpa_math),
+    "math": Backend(
+        branches=SimpleNamespace(
+            compressed=sdpa.compressed, select=sdpa.select, selected=_by_math(sdpa.selected), sliding=_by_math(sdpa.sliding),
+        )
+    ),
     "cpu": Backend(branches=Operators("cpu"), why_not=_serves_cpus, whole=_whole_on_cpu, selects_by_operator=True),
     "triton": Backend(
         branches=Operators("triton"), why_not=support.why_not, whole=_whole_on_gpu, takes_packs=True, selects_by_operator=True,

@@ -44,9 +44,9 @@ def num_selection(seq_len: int, l_sel: int) -> int:
     return -(-seq_len // l_sel)
 
 
-def compressed_visible(seq_len: int, n_cmp: int, l: int, d: int, device: torch.device) -> torch.Tensor:
-    """bool [S, Nc]: block i is visible to query t when its last token is not later, i*d + l - 1 <= t."""
-    t = torch.arange(seq_len, device=device)
+def compressed_visible(end: int, n_cmp: int, l: int, d: int, device: torch.device, first: int = 0) -> torch.Tensor:
+    """bool [end - first, Nc]: block i is visible to query t when its last token is not later, i*d + l - 1 <= t."""
+    t = torch.arange(first, end, device=device)
     last = torch.arange(n_cmp, device=device) * d + (l - 1)
     return last[None, :] <= t[:, None]
 

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import torch
 
+from nsa.sizes import KV
+
 
 def pack_ends(cu_seqlens: torch.Tensor | Sequence[int], batch: int, tokens: int) -> list[int]:
     """Return ``cu_seqlens`` as numbers. Raises ValueError where they are not a packing of ``tokens`` tokens."""
@@ -26,43 +28,31 @@ def pack_ends(cu_seqlens: torch.Tensor | Sequence[int], batch: int, tokens: int)
     return ends
 
 
-def check_compressed(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
-    gates: torch.Tensor,
-) -> None:  # fmt: skip
-    B, S, H, Dk = q.shape
-    _check_dimensions({"k_cmp": k_cmp, "v_cmp": v_cmp})
-    _check_dimensions({"gates": gates}, last="3")
-    G, n_cmp = k_sel.shape[2], k_cmp.shape[1]
-    _check_one("k_cmp", k_cmp, (B, n_cmp, G, Dk), q)
-    _check_one("v_cmp", v_cmp, (B, n_cmp, G, v_sel.shape[3]), q)
-    _check_one("gates", gates, (B, S, H, 3), q)
-
-
-def check_tensors(q: torch.Tensor, keys: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where keys and values, by their arguments' names, are not q's: shape, device and dtype.
-
-    q [B, S, H, Dk], each of ``keys`` [B, S, G, Dk], of ``values`` [B, S, G, Dv].
-    """
-    _check_dimensions({"q": q, **keys, **values})
+def check_inputs(q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor) -> None:
+    """Raise ValueError for an argument of `nsa_attention` that has another shape, device or dtype than q asks of it."""
+    keys = {"k_sel": sel.k, "k_win": win.k, "k_cmp": cmp.k}
+    values = {"v_sel": sel.v, "v_win": win.v, "v_cmp": cmp.v}
+    for name, tensor in {"q": q, **keys, **values, "gates": gates}.items():
+        check_dimensions(name, tensor, "3" if name == "gates" else "width")
     if not q.is_floating_point():
         raise ValueError(f"q is {q.dtype}: must be a floating point dtype")
     B, S, H, Dk = q.shape
-    G, Dv = next(iter(keys.values())).shape[2], next(iter(values.values())).shape[3]
+    n_cmp, G, Dv = cmp.k.shape[1], sel.k.shape[2], sel.v.shape[3]
     if G == 0 or H % G:
         raise ValueError(f"q has {H} heads: must be a multiple of the {G} KV heads")
-    for wanted, tensors in (((B, S, G, Dk), keys), ((B, S, G, Dv), values)):
-        for name, tensor in tensors.items():
-            _check_one(name, tensor, wanted, q)
+    for name, tensor in {**keys, **values}.items():
+        tokens, width = n_cmp if name.endswith("cmp") else S, Dk if name in keys else Dv
+        _check_one(name, tensor, (B, tokens, G, width), q)
+    _check_one("gates", gates, (B, S, H, 3), q)
 
 
-def _check_dimensions(tensors: dict[str, torch.Tensor], last: str = "width") -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} is {type(tensor).__name__}: must be a tensor")
-        if tensor.dim() != 4:
-            shape = tuple(tensor.shape)
-            raise ValueError(f"{name} has shape {shape}: must have 4 dimensions, [batch, tokens, heads, {last}]")
+def check_dimensions(name: str, tensor: torch.Tensor, last: str = "width") -> None:
+    """Raise ValueError for what is no tensor of 4 dimensions."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {type(tensor).__name__}: must be a tensor")
+    if tensor.dim() != 4:
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{name} has shape {shape}: must have 4 dimensions, [batch, tokens, heads, {last}]")
 
 
 def _check_one(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:

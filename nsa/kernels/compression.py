@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nsa.kernels.checks import pack_ends
+from nsa.kernels.checks import check_dimensions, pack_ends
 from nsa.sizes import check_sizes
 
 
@@ -28,8 +28,7 @@ def compress(
     """
     l, d = compress_block, compress_stride
     check_sizes(compress_block=l, compress_stride=d)
-    if x.dim() != 4:
-        raise ValueError(f"x has shape {tuple(x.shape)}: must have 4 dimensions, [batch, tokens, heads, width]")
+    check_dimensions("x", x)
     if cu_seqlens is None:
         return mean_of_blocks(x, l, d)
     return mean_of_blocks(x, l, d, tokens_of_blocks(pack_ends(cu_seqlens, x.shape[0], x.shape[1]), l, d, x.device))

@@ -9,7 +9,7 @@ import torch
 
 from nsa.kernels import blocks, flash, reference
 from nsa.kernels.backends import BACKENDS, Backend, Listener
-from nsa.kernels.checks import check_compressed, check_tensors, pack_ends
+from nsa.kernels.checks import check_inputs, pack_ends
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 # (requested, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
@@ -182,18 +182,16 @@ def nsa_attention(
     l, d = sizes.check()[:2]
     if scale is not None and scale <= 0:
         raise ValueError(f"scale={scale}: must be above 0")
-    check_tensors(q, {"k_sel": k_sel, "k_win": k_win}, {"v_sel": v_sel, "v_win": v_win})
-    check_compressed(q, k_cmp, v_cmp, k_sel, v_sel, gates)
+    pairs = KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win)
+    check_inputs(q, *pairs, gates)
     ends = None if cu_seqlens is None else pack_ends(cu_seqlens, q.shape[0], q.shape[1])
     lengths = [q.shape[1]] if ends is None else [b - a for a, b in pairwise(ends)]
     if k_cmp.shape[1] != sum(blocks.num_compressed(length, l, d) for length in lengths):
         raise ValueError(
             f"k_cmp has {k_cmp.shape[1]} blocks: S={q.shape[1]}, compress_block={l}, compress_stride={d} make another number"
         )
-    return attend(
-        q, KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win), gates, sizes,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale, backend=backend, ends=ends,
-    )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attend(q, *pairs, gates, sizes, scale=scale, backend=backend, ends=ends)
 
 
 def reference_attention(

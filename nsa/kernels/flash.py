@@ -3,6 +3,7 @@
 Where flash-attn is not installed torch's own fused attention takes its place. The other branches are Triton's, or sdpa's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,25 +33,17 @@ def is_there() -> bool:
     return support.is_installed("flash_attn")
 
 
-def _others(q: torch.Tensor, v: torch.Tensor) -> Any:
-    reason = support.why_not(q.dtype, q.device, q.shape[-1], v.shape[-1])
-    return sdpa if reason else ops.Operators("triton")
+def _by_others(branch: str) -> Callable[..., Any]:
+    """Return a branch by Triton's kernels, or by sdpa where they cannot serve; called as `reference` has it."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor, **settings: float) -> Any:
+        reason = support.why_not(q.dtype, q.device, q.shape[-1], v.shape[-1])
+        return getattr(sdpa if reason else ops.Operators("triton"), branch)(q, k, v, *others, **settings)
+
+    return run
 
 
-def compressed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.compressed`."""
-    found: tuple[torch.Tensor, torch.Tensor] = _others(q, v).compressed(q, k, v, l=l, d=d, l_sel=l_sel, scale=scale)
-    return found
-
-
-def selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
-) -> torch.Tensor:
-    """As `reference.selected`."""
-    out: torch.Tensor = _others(q, v).selected(q, k, v, chosen, l_sel=l_sel, n_sel=n_sel, scale=scale)
-    return out
+compressed, selected = _by_others("compressed"), _by_others("selected")
 
 
 def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:

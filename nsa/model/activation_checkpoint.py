@@ -1,11 +1,9 @@
 """Gradient checkpointing: which layers run forward a second time in backward instead of keeping activations."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -31,7 +29,7 @@ class CheckpointRange:
         return self.start <= layer < self.end
 
     @classmethod
-    def from_config(cls, config: Config) -> CheckpointRange | None:
+    def from_config(cls, config: Config) -> Self | None:
         """Return the layers that ``config`` requests; None when checkpointing is off. ConfigError for what cannot be kept."""
         train = config.train
         if not train.gradient_checkpointing:

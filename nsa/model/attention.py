@@ -3,10 +3,9 @@
 Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns selection blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -209,7 +208,7 @@ class NSAAttention(nn.Module):
             raise ValueError(f"compression={compression!r}: must be mean or mlp")
 
     @classmethod
-    def from_config(cls, m: ModelConfig) -> NSAAttention:
+    def from_config(cls, m: ModelConfig) -> Self:
         """Return the layer that a model configuration describes."""
         return cls(
             m.dim, m.n_heads, m.n_kv_heads, m.head_dim, v_head_dim=m.v_head_dim, **m.sizes._asdict(),

@@ -210,9 +210,7 @@ def attend(
     out: dict[Branch, torch.Tensor] = {}
     chosen = None
     if "cmp" in branches or "sel" in branches:
-        n_cmp = cmp[0].shape[1]
-        last = torch.arange(n_cmp, device=q.device) * d + (l - 1)
-        p = probabilities(q, cmp[0], last[None, :] <= t[:, None], scale)
+        p = probabilities(q, cmp[0], blocks.compressed_visible(total, cmp[0].shape[1], l, d, q.device, start), scale)
         out["cmp"] = weighted(p, cmp[1])
         if "sel" in branches:
             importance = _importance(p.sum(2), blocks.num_selection(total, l_sel), l // d, l_sel // d).transpose(1, 2)

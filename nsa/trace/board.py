@@ -154,20 +154,13 @@ class Board:
             self.number(name, value)
 
     def number(self, name: str, value: float) -> None:
-        """Store a number field."""
         offset, code = self._numbers[name]
         code.pack_into(self._map, offset, value)
 
     def add(self, name: str) -> None:
-        """Increment a counter."""
         self._counters[self._words[name]] += 1
 
-    def reset(self, name: str) -> None:
-        """Set a counter to zero."""
-        self._counters[self._words[name]] = 0
-
     def count(self, name: str) -> int:
-        """Return the value of a counter."""
         return self._counters[self._words[name]]
 
     @property
@@ -205,7 +198,7 @@ class Board:
     def begin_backward(self) -> None:
         """Clear the arrived gradients, and end the forward's path: modules called from now on are not part of it."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
-        self.reset("gradients")
+        self.number("gradients", 0)
         if self.count("path_length") < 0:
             self.number("path_length", min(self.count("modules_entered") - self._path_base, MAX_PATH))
             self._path_base = -1 << 62

@@ -91,9 +91,12 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 def describe(frame: FrameType | None) -> str:
     """Return ``file:line in function`` of a frame, '' for None."""
-    if frame is None:
-        return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return describe_line(frame.f_code, frame.f_lineno) if frame is not None else ""
+
+
+def describe_line(code: CodeType, line: int) -> str:
+    """Return ``file:line in function``."""
+    return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def call_site(depth: int = 1) -> str:

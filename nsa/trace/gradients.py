@@ -1,12 +1,10 @@
 """Which parameters' gradients arrived in a backward, and which did not."""
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,11 +16,7 @@ from nsa.trace.names import plain_name
 Listener = Callable[[int, list[str], int], None]
 
 
-def _ignore(step: int, missing: list[str], order: int) -> None:
-    """No-op."""
-
-
-_listener: Listener = _ignore
+_listener: Listener = lambda *_: None  # noqa: E731
 
 
 def report_gradients(listener: Listener) -> None:
@@ -47,16 +41,12 @@ class GradientTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self.is_counted = not any(map(is_flattened, model.parameters()))
-        self.expected = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad]
         self.arrived: dict[str, None] = {}  # in the order of their arrival
+        trained = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        self.expected = [name for name, _ in trained]
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(self._hook(plain_name(n)))
-            for n, p in model.named_parameters()
-            if p.requires_grad
-        ]
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda _: self.arrived.setdefault(name)
+            p.register_post_accumulate_grad_hook(lambda _, name=name: self.arrived.setdefault(name)) for name, p in trained
+        ]  # fmt: skip
 
     def missing(self) -> list[str]:
         """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`.
@@ -98,11 +88,10 @@ class GradientTrace:
         self.arrived.clear()
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def __enter__(self) -> GradientTrace:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,6 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_mib() -> float:
-    """Return the resident memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / MIB
 
 

@@ -98,7 +98,6 @@ class ModuleBackwardTrace:
         self._remove(self._of_leaves)
 
     def close(self) -> None:
-        """Remove the hooks."""
         self._remove(self._handles)
         self._remove(self._of_leaves)
 

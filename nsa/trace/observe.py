@@ -190,7 +190,7 @@ class Observer:
         if self._reducing and not any(model.require_backward_grad_sync for model in self._reducing):
             self.on_anomaly("not_synchronised", step)
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         """Report a step without backward, when the next forward begins or the test ends."""
         if self._forward == "done":
             self.on_anomaly("no_backward", self.board.count("step"), finite=self._gave_numbers)
@@ -205,10 +205,6 @@ class Observer:
             self.board.put("phase_line", text)
             self.board.number("line_time", wall_clock())
         self.on_change()
-
-    def end(self) -> None:
-        """Report the last step's anomalies."""
-        self._end_step()
 
     def _wrap_calls(self) -> None:
         call, is_compiling, get_ident = nn.Module.__call__, torch.compiler.is_dynamo_compiling, threading.get_ident
@@ -287,7 +283,7 @@ class Observer:
         if module in self._models:  # a loss module, for example, is a root too, but no forward
             if module.training and torch.is_grad_enabled():
                 if self._forward != "done" or module in self._first:  # else the next part of a model
-                    self._end_step()
+                    self.end_step()
                     self.board.add("step")
                     self._first = WeakSet([module])
                 self._forward = "running"

@@ -110,7 +110,7 @@ class TraceSession:
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
-        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "stall.json")
+        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, Path(folder) / "stall.json", label)
         self.observer.on_change = self.heartbeat.change
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.recorder.on_reduce = self.observer.checksums.reduced if self.observer.checksums is not None else None
@@ -133,7 +133,7 @@ class TraceSession:
 
         Collectives that the program does not wait for get ``settle_s`` seconds to complete.
         """
-        self.observer.end()
+        self.observer.end_step()
         forget_thread_errors()
         if self.observer.checksums is not None:
             self.observer.checksums.close()

@@ -40,5 +40,4 @@ class Metrics:
         return line.rstrip()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

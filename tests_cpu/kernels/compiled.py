@@ -65,11 +65,8 @@ class Problem:
         return torch.empty(*shape, dtype=self.dtype, device="meta")
 
 
-def record_launches(
-    monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = "", *, tokens: int = 1
-) -> list[list[Launch]]:
-    """Return what would be launched on a GPU: by a whole forward, its backward, ``tokens`` that follow, these where many programs
-    run, and a rotation of q.
+def record_launches(monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = "") -> list[list[Launch]]:
+    """Return what would be launched on a GPU: by a whole forward, its backward, a token that follows, and a rotation of q.
 
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
@@ -102,15 +99,10 @@ def record_launches(
     of_forward = len(found)
     whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes, 0.1)
     of_training = len(found)
-    new = q[:, :tokens], *pairs, gates[:, :tokens], p.S - tokens, *sizes[:5], 0.1
-    monkeypatch.setattr(decoding, "AT_ONCE", 1 << 20)
-    decoding.attend(*new)
+    decoding.attend(q[:, :1], *pairs, gates[:, :1], p.S - 1, *sizes, 0.1)
     of_token = len(found)
-    monkeypatch.setattr(decoding, "AT_ONCE", 0)
-    decoding.attend(*new)
-    of_batch = len(found)
     rotary.rotated(q, q[:1, :, :1], q[:1, :, :1], backward=False)
-    ends = (0, of_forward, of_training, of_token, of_batch, len(found))
+    ends = (0, of_forward, of_training, of_token, len(found))
     return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 

@@ -66,7 +66,6 @@ def lucidrains() -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Run the peer that is named, and write its results."""
     peer = {"fla": fla, "lucidrains": lucidrains}[sys.argv[1]]
     torch.save(
         {name: tensor.detach().contiguous() for name, tensor in peer().items()}, FOLDER / f"golden_{peer.__name__}.pt"

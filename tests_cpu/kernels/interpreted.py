@@ -1,20 +1,16 @@
 """Checks of the Triton kernels in Triton's interpreter: a process of its own, as TRITON_INTERPRET is read at their import.
 
 TRITON_INTERPRET=1 python -m tests_cpu.kernels.interpreted SEED NAME...
-
-More than 400 lines, as one process runs all checks: importing torch and Triton takes seconds.
 """
 
-import contextlib
 import random as numbers
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import torch
-from triton.runtime import interpreter
 
 from nsa import KVCache, NSAAttention, nsa_attention
 from nsa.kernels import blocks, ops, reference
@@ -134,6 +130,7 @@ def lists() -> None:
         for at in seqs.ranges:
             importance = torch.rand(at.tokens, G, selection.n_blocks)
             block_schedule.select_blocks(importance, picks, seqs, at, selection)
+            starts = [a for a, z in pairwise(ends) if max(a, at.first) < min(z, at.end)]
             entries = picks.new_full((at.tokens * G * n_sel,), -7)
             totals = picks.new_empty(at.count * G * selection.n_blocks)
             forward = selection_schedule.make_lists(picks, entries, totals, seqs, at, selection, piece)
@@ -147,15 +144,9 @@ def lists() -> None:
                 for group, j, some in found:
                     assert 0 < len(some) <= (piece if items is forward else 3)
                     seen.setdefault((group, j), []).extend(t for t, _ in some)
-                    first = ends[0] + _start_of(ends, at, group // G)
-                    assert all(int(picks[first + t, group % G, slot]) == j for t, slot in some)
+                    assert all(int(picks[starts[group // G] + t, group % G, slot]) == j for t, slot in some)
                 assert all(times == sorted(set(times)) for times in seen.values())
                 assert sum(map(len, seen.values())) == int((picks[at.first : at.end] >= 0).sum())
-
-
-def _start_of(ends: list[int], at: sequences.Range, b: int) -> int:
-    inside = [a for a, z in pairwise(ends) if max(a, at.first) < min(z, at.end)]
-    return inside[b]
 
 
 @check
@@ -276,57 +267,31 @@ def rotary() -> None:
         compare(found, turn.turn(x, table), [f_wide], [wide], 1e-6)
 
 
-@contextlib.contextmanager
-def programs_in_reverse() -> Iterator[None]:
-    """Let the interpreter run a grid's last program first."""
-    builder = interpreter.interpreter_builder
-    set_index = builder.set_grid_idx
-
-    def reverse(*index: int) -> None:
-        set_index(*(size - 1 - i for size, i in zip(builder.grid_dim, index, strict=True)))
-
-    builder.set_grid_idx = reverse
-    try:
-        yield
-    finally:
-        builder.set_grid_idx = set_index
-
-
 @check
 def decoding() -> None:
     """Check one new token and several, in the layer: several tiles per program, a cache shorter than a compressed block, heads
-    whose scores are added in turn, more parts than are merged at once, more heads than are; and, where one kernel picks, reads
-    and merges, that the bits are the same with its programs in reverse order.
+    whose scores are added in turn, more parts than are merged at once.
     """
-    everything = 1 << 20
-    for programs, scores, at_once, start, T, H, G, d_k, d_v, n_sel in (
-        (512, 8192, 0, 130, 1, 6, 2, 16, 48, 4),
-        (512, 8192, everything, 130, 1, 12, 2, 16, 48, 4),
-        (1, 8192, 0, 300, 4, 4, 2, 48, 16, 4),
-        (1, 8192, everything, 300, 4, 4, 2, 48, 16, 4),
-        (512, 8192, everything, 5, 3, 20, 1, 16, 16, 4),
-        (512, 32, 0, 130, 2, 5, 1, 16, 16, 70),
-        (512, 32, everything, 130, 1, 5, 1, 16, 16, 20),
+    for programs, scores, start, T, H, G, d_k, d_v, n_sel in (
+        (512, 8192, 130, 1, 6, 2, 16, 48, 4),
+        (1, 8192, 300, 4, 4, 2, 48, 16, 4),
+        (512, 8192, 5, 3, 20, 1, 16, 16, 4),
+        (512, 32, 130, 2, 5, 1, 16, 16, 70),
     ):
-        on_gpu.PROGRAMS, on_gpu.MOST_SCORES, on_gpu.AT_ONCE = programs, scores, at_once
+        on_gpu.PROGRAMS, on_gpu.MOST_SCORES = programs, scores
         layer = NSAAttention(32, H, G, d_k, v_head_dim=d_v, **Sizes(8, 4, 16, n_sel, 70)._asdict())
         x = torch.randn(2, start + T, 32)
         found, selections = [], []
+        layer.selection_listener = selections.append
         for backend in ("reference", "triton"):
-            layer.backend, layer.selection_listener = backend, selections.append
-            cache = KVCache(spare=T)
+            cache = KVCache()
             with torch.no_grad():
                 layer.backend = "reference"  # the prompt, by the equations
                 layer(x[:, :start], cache)
                 layer.backend = backend
-                selections.clear()
                 found.append((layer(x[:, start:], cache), selections[-1]))
         torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=2e-5)
         assert torch.equal(found[1][1], found[0][1])
-        if at_once:
-            cache.crop(start)
-            with torch.no_grad(), programs_in_reverse():
-                assert torch.equal(layer(x[:, start:], cache), found[1][0])
 
 
 @check

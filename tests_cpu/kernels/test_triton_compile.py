@@ -17,7 +17,6 @@ from tests_cpu.kernels.compiled import (
     Compiled,
     Launch,
     Problem,
-    code_of,
     compile_all,
     compile_for,
     record_launches,
@@ -33,7 +32,7 @@ KERNELS = {
     "scan_counts", "place_entries", "selected_forward", "merge_parts", "gates_backward", "strided_dq of the blocks",
     "strided_dkv of the blocks", "sum_segments", "strided_dq of the window", "strided_dkv of the window", "cut_lists",
     "selected_backward", "sum_items", "merge_dq",
-    "rotate", "scan_keys", "pick_and_read", "pick_blocks", "read_blocks", "sum_parts",
+    "rotate", "scan_keys", "pick_blocks", "read_blocks", "sum_parts",
 }  # fmt: skip
 WGMMA = {
     "strided_forward", "block_importance", "selected_forward",
@@ -71,16 +70,14 @@ def assert_unchanged(code: Compiled, known: dict[str, int]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("S", "G", "launches"), [(2048, 2, (9, 10, 2, 4, 1)), (65536, 2, (9, 10, 2, 4, 1)), (65536, 4, (9, 10, 2, 4, 1))]
-)
-def test_a_step_has_few_launches(monkeypatch: pytest.MonkeyPatch, S: int, G: int, launches: tuple[int, ...]) -> None:
-    """The launches of a forward, its backward, a token decoded, alone and of many, and a tensor rotated: the 125M model's heads.
+@pytest.mark.parametrize(("S", "G"), [(2048, 2), (65536, 2), (65536, 4)])
+def test_a_step_has_few_launches(monkeypatch: pytest.MonkeyPatch, S: int, G: int) -> None:
+    """The launches of a forward, its backward, a token decoded and a tensor rotated: the 125M model's heads.
 
     Queries are one range at any of these lengths.
     """
     found = record_launches(monkeypatch, Problem(S, 12, G, 64, 64, torch.bfloat16), "sm_90")
-    assert tuple(map(len, found)) == launches
+    assert list(map(len, found)) == [9, 10, 4, 1]
 
 
 def test_the_selected_branch_compiles_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,21 +86,6 @@ def test_the_selected_branch_compiles_for_one_token(monkeypatch: pytest.MonkeyPa
     for launch in (*forward, *backward):
         if launch.name.startswith("selected"):
             compile_for(launch, 80)
-
-
-@pytest.mark.parametrize(("capability", "tokens"), [(80, 1), (90, 1), (90, 3)])
-def test_the_last_program_of_a_token_reads_what_all_others_stored(
-    monkeypatch: pytest.MonkeyPatch, capability: int, tokens: int
-) -> None:
-    """All threads of a program store, then one counts it, with release and acquire on the whole GPU, then all of them read."""
-    token = record_launches(monkeypatch, PROBLEMS["125m"], f"sm_{capability}", tokens=tokens)[2]
-    (launch,) = (launch for launch in token if launch.name == "pick_and_read")
-    ptx = code_of(launch, capability).asm["ptx"]
-    steps = re.findall(r"\b(bar\.sync|atom\.[\w.]+|st\.global|ld\.global)", ptx)
-    counted = steps.index("atom.global.gpu.acq_rel.add.u32")
-    assert sum(step.startswith("atom") for step in steps) == 1
-    assert steps[counted - 1] == steps[counted + 1] == "bar.sync"
-    assert {"st.global", "ld.global"} <= set(steps[counted + 2 :])
 
 
 def test_tile_sizes_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -141,17 +141,6 @@ def test_the_automatic_choice_is_explained_and_counted() -> None:
     assert counters["auto", *choice] == before + 1
 
 
-def test_first_tokens_have_no_compressed_block_and_no_nan() -> None:
-    inputs = make_inputs(SHAPE.compress_block + 3)
-    only_cmp = [*inputs[:-1], torch.zeros_like(inputs[-1])]
-    only_cmp[-1][..., 0] = 1
-    out = nsa_attention(*only_cmp, sizes=SHAPE, backend="sdpa")
-    assert torch.equal(out[:, : SHAPE.compress_block - 1], torch.zeros_like(out[:, : SHAPE.compress_block - 1]))
-    assert out[:, SHAPE.compress_block - 1 :].abs().min() > 0
-    for gradient in torch.autograd.grad(out.sum(), inputs[:-1], allow_unused=True, materialize_grads=True):
-        assert torch.isfinite(gradient).all()
-
-
 def test_a_sequence_far_into_a_pack_equals_it_alone() -> None:
     layer = NSAAttention(16, 2, 1, 8, **SHAPE._asdict())
     with torch.no_grad():
@@ -193,20 +182,14 @@ def test_a_changed_token_moves_no_earlier_output(compression: str) -> None:
 
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
 def test_a_forced_branch_gives_every_parameter_a_gradient(branch: Any) -> None:
-    module = make_module(force_branch=branch)
+    module = make_module(force_branch=branch, compression="mlp")
     module(torch.randn(2, 70, 32, dtype=torch.float64)).square().sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
-        trained = name.startswith(("w_q", "out", f"k_{branch}", f"v_{branch}"))
+        trained = name.startswith(
+            ("w_q", "out", f"k_{branch}", f"v_{branch}", *(["compress"] if branch == "cmp" else []))
+        )
         assert (parameter.grad.abs().max() > 0) == trained, name
-
-
-def test_learnable_compression_is_trained() -> None:
-    module = make_module(compression="mlp")
-    module(torch.randn(1, 64, 32, dtype=torch.float64)).square().sum().backward()
-    for name, parameter in module.named_parameters():
-        if name.startswith("compress"):
-            assert parameter.grad.abs().max() > 0, name
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])

@@ -145,7 +145,6 @@ def test_a_data_path_is_relative_to_its_yaml(monkeypatch: pytest.MonkeyPatch, tm
             ("--steps", "3", "--set", "train.steps=4"),
             "another option, or another --set, sets train.steps too; give one",
         ),
-        (("--set", "train.steps=four"), "train.steps"),
     ],
 )
 def test_set_is_refused_with_a_sentence(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.trace.stall.counters import FILE, REQUEST, counted_names, counters_of, is_requested, write_counters
+from nsa.trace.stall.counters import FILE, counted_names, counters_of, write_counters
 from nsa.trace.stall.exceptions import record_exception
 
 
@@ -85,12 +85,6 @@ def test_what_a_thread_is_in_is_written_outermost_first(tmp_path: Path) -> None:
     frames = json.loads((tmp_path / FILE).read_text())["frames"]
     assert [f["counters"] for f in frames] == [{"epoch": 1}, {"batch": 4}]
     assert all(f["at"].startswith(f"{os.path.realpath(__file__)}:") for f in frames)
-
-
-def test_it_is_asked_by_a_file(tmp_path: Path) -> None:
-    assert not is_requested(tmp_path)
-    (tmp_path / REQUEST).touch()
-    assert is_requested(tmp_path)
 
 
 def fails_in_a_round(group: dict[str, float]) -> None:

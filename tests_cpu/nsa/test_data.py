@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_no_sample_is_lost_or_taken_twice_when_a_run_goes_on_with_other_ranks(
     start = Position(samples=first)
     before, at = taken(start, ranks, cut)
     assert at.samples == first + cut * ranks * size
-    after, end = taken(Position.from_json(json.loads(json.dumps(at.to_json()))), then, 2)
+    after, end = taken(Position.from_json(json.loads(json.dumps(asdict(at)))), then, 2)
     assert end.samples == at.samples + 2 * then * size
     assert sorted(before + after) == sorted(numbered(first, end.samples))
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace.board import Board
+from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.names import plain_name
 from nsa.trace.session import TraceSession, installed
 from nsa.trace.stall.heartbeat import Heartbeat
@@ -207,11 +208,15 @@ def test_names_lose_wrappers_alone() -> None:
     assert plain_name("module._orig_mod.vision_module.conv.weight") == "vision_module.conv.weight"
 
 
+def heartbeat(folder: Path, board: Board) -> Heartbeat:
+    return Heartbeat(board, CollectiveRecorder(board), folder / "heartbeat_rank0.jsonl", 0, folder / "stall.json")
+
+
 def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that drops a frame last ends its generators: a ``finally`` with a collective would run in the heartbeat's."""
     monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
     board, ended_in = Board(tmp_path / "board.bin"), set()
-    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0)
+    heart = heartbeat(tmp_path, board)
 
     def numbers() -> Iterator[int]:
         try:
@@ -235,7 +240,7 @@ def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: 
     """A dump by signal that finds its thread in Python, a frame half made, ended a rank and made its peers raise."""
     monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
     board = Board(tmp_path / "board.bin")
-    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0, stall=tmp_path / "stall.json")
+    heart = heartbeat(tmp_path, board)
     heart.start()
     (tmp_path / COUNTERS_REQUEST).touch()
     (tmp_path / DUMP_REQUEST).touch()
@@ -251,9 +256,7 @@ def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: 
 def test_a_heartbeat_answers_each_request_for_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspicion may be wrong, and the test continue: what was counted then is no evidence of its end."""
     monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
-    heart = Heartbeat(
-        Board(tmp_path / "board.bin"), None, tmp_path / "heartbeat_rank0.jsonl", 0, stall=tmp_path / "stall.json"
-    )
+    heart = heartbeat(tmp_path, Board(tmp_path / "board.bin"))
     heart.start()
     times = []
     for _ in range(2):

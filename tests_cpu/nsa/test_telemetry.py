@@ -20,12 +20,14 @@ import torch
 from nsa.config import load_config
 from nsa.kernels import blocks
 from nsa.model.transformer import build_model
+from nsa.trace.board import Board
 from nsa.trace.stall.watchdog import Watchdog
 from nsa.training.metrics import Metrics
 from nsa.training.statistics import GateStatistics, SelectionStatistics
 from nsa.training.trainer import StepResult
 from pytest_nsa.cli.main import main as command
 from pytest_nsa.report.curves import curves
+from tests_cpu.nsa.test_train import planted
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,7 +173,7 @@ def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nsa.trace.stall.watchdog.GRACE_S", 0.1)
-    watchdog = Watchdog(tmp_path, 0, 0.2)
+    watchdog = Watchdog(tmp_path, 0, 0.2, Board(), list)
     watchdog.feed()
     ctypes.PyDLL(None).usleep(1_500_000)  # which keeps the GIL
     seen = watchdog.path.read_text()
@@ -181,12 +183,10 @@ def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
 
 
 HANGS = """
-import sys, threading
+import threading
 from pathlib import Path
 import torch
-from nsa.model import transformer
 from nsa.trace.stall.watchdog import Watchdog
-from nsa.training import trainer
 
 lock, watchdogs, feed = threading.Lock(), [], Watchdog.feed
 lock.acquire()
@@ -205,17 +205,6 @@ class Wait(torch.autograd.Function):
         feed(watchdogs[-1])  # a busy machine may have taken long to come here
         Path("here").touch()
         with lock: return gradient
-
-build = transformer.build_model
-
-def planted(config, device):
-    model = build(config, device)
-    model.blocks[6].register_forward_hook(lambda module, inputs, output: Wait.apply(output))
-    return model
-
-trainer.build_model = planted
-from nsa.train import main
-sys.exit(main())
 """
 
 
@@ -223,7 +212,9 @@ def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and
     warm: WarmPython, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    (tmp_path / "train.py").write_text(HANGS)
+    (tmp_path / "train.py").write_text(
+        HANGS + planted("model.blocks[6].register_forward_hook(lambda module, inputs, output: Wait.apply(output))")
+    )
     arguments = ["--config", str(TINY), "--steps", "2", "--set", "train.watchdog_s=1", "--out", str(out)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = warm.popen(str(tmp_path / "train.py"), *arguments, cwd=tmp_path, **pipes)

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,34 +81,37 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     }  # fmt: skip
 
 
-PLANTED = """
+DETACHED_ON_RANK_1 = """
+if os.environ["RANK"] == "1":
+    gate = model.blocks[4].attn.gate.fc2
+    gate.forward = lambda x: F.linear(x, gate.weight.detach(), gate.bias)
+"""
+
+
+def planted(change: str) -> str:
+    """Return a program that trains as `nsa.train` does, after a change of ``model``."""
+    return f"""
 import os, sys
 import torch.nn.functional as F
-from nsa.model import transformer
 from nsa.training import trainer
 
-build = transformer.build_model
+build = trainer.build_model
 
 def planted(config, device):
     model = build(config, device)
-    {body}
+{textwrap.indent(change, "    ")}
     return model
 
 trainer.build_model = planted
 from nsa.train import main
 sys.exit(main())
 """
-DETACHED_ON_RANK_1 = """
-    if os.environ["RANK"] == "1":
-        gate = model.blocks[4].attn.gate.fc2
-        gate.forward = lambda x: F.linear(x, gate.weight.detach(), gate.bias)
-"""
 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: WarmPython, tmp_path: Path) -> None:
     """DDP looks for unused parameters here, so that the run goes on: the traces alone have it."""
-    (tmp_path / "train.py").write_text(PLANTED.format(body=DETACHED_ON_RANK_1.strip()))
+    (tmp_path / "train.py").write_text(planted(DETACHED_ON_RANK_1))
     arguments = ("--ddp", "1", "--steps", "1", "--set", "parallel.find_unused_parameters=true", "--out", str(tmp_path))
     result = under_torchrun(
         warm,

@@ -10,12 +10,10 @@ Shapes: B batch, S queries, N keys, H query heads, G KV groups, h = H/G, D head 
 v [B, N, G, Dv]. The log-sum-exp is [B, S, H], float32, or float64 for float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -75,7 +73,7 @@ class Forward:
     total: torch.Tensor
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Forward:
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Self:
         """From what an operator is given; what is written is not initialised."""
         B, S, H, _ = q.shape
         G = k.shape[2]
@@ -130,7 +128,7 @@ class Backward:
     def of(
         cls, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
         delta: torch.Tensor | None, scale: float, dq: torch.Tensor, gate: torch.Tensor | None = None, add: bool = False,
-    ) -> Backward:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """From what an operator is given; lse and delta [B, S, H], gate [B, S, H, 1], dq of q's shape."""
         G, plain_k, values, rows = k.shape[2], of_keys(k).mul_(scale), of_keys(v), of_rows(lse, k.shape[2])
         return cls(

@@ -57,10 +57,6 @@ class Places(NamedTuple):
     def is_window(self) -> bool:
         return self.window < NO_WINDOW
 
-    def most_keys(self, sequences: Sequences) -> int:
-        """Return the most keys of any sequence."""
-        return sequences.longest if self.is_window else sequences.most_keys
-
 
 def window(w: int) -> Places:
     """Return the last w tokens."""
@@ -121,7 +117,8 @@ def strided_dkv(
     """Return the gradients of k and v."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
     t = tile(f"{places.name}_dkv", q, v.shape[-1], sequences.longest)
-    tiles_of_keys = triton.cdiv(places.most_keys(sequences), t.bn) * sequences.count * G
+    most_keys = sequences.longest if places.is_window else sequences.most_keys
+    tiles_of_keys = triton.cdiv(most_keys, t.bn) * sequences.count * G
     segments = segments_of(sequences.longest, tiles_of_keys, places.window)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     segment = triton.cdiv(sequences.longest, segments)

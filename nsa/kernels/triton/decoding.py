@@ -15,9 +15,6 @@ MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program
 KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32
 MOST_SCORES = 8192  # of blocks and heads that a program holds at once
 PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives several to each
-# Warps of programs that pick each for itself, up to which one kernel does what else three do; 1,024 are 8 on a multiprocessor of an
-# H100. It has not run on a GPU: none until it has.
-AT_ONCE = 0
 
 
 def serves(q: torch.Tensor, d_v: int, sizes: Sizes) -> bool:
@@ -62,46 +59,31 @@ def attend(
     scores = q.new_empty(max(1, B * G * cmp_tiles * rows), bj, dtype=torch.float32)
     tops = q.new_empty(max(1, B * G * cmp_tiles * rows), dtype=torch.float32)
     picks = q.new_empty(B * T, G, selection.n_sel, dtype=torch.int32)
-    arrived = q.new_empty(B * G, T, dtype=torch.int32)
     out = q.new_empty(B, T, H, d_v)
     dims, bm = head_dims(d_k, d_v), max(16, min(64, triton.next_power_of_2(rows)))
     first_part = cmp_programs + win_programs
     launch(
-        decode.scan_keys, (first_part, triton.cdiv(rows, bm), B * G), q, q, *cmp, *win, part, part_lse, scores, tops, arrived, T, H,
-        G, start, n_cmp, n_win, cmp_tiles, win_tiles, cmp_programs, win_programs, each, parts, cmp[0].stride(0), cmp[1].stride(0),
+        decode.scan_keys, (first_part, triton.cdiv(rows, bm), B * G), q, q, *cmp, *win, part, part_lse, scores, tops, T, H, G,
+        start, n_cmp, n_win, cmp_tiles, win_tiles, cmp_programs, win_programs, each, parts, cmp[0].stride(0), cmp[1].stride(0),
         win[0].stride(0), win[1].stride(0), w, scale * LOG2E, STRIDE=d, OFFSET=l - 1, A=l // d, R=l_sel // d, h=h,
         STEP=steps.blocks, BJ=bj, GROUPS=G, BM=bm, BN=keys, **dims, num_warps=4,
         num_stages=1 if q.element_size() == 4 or each == 1 else 2,  # a single tile has nothing to load ahead
     )  # fmt: skip
     pad = max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel)))
-    to_pick = {
-        "LOCAL": blocks.NUM_LOCAL, "STEP": steps.blocks, "BJ": bj, "PAD": pad,
-        "PP": max(16, triton.next_power_of_2(cmp_programs)), "HB": max(1, min(triton.next_power_of_2(h), MOST_SCORES // pad)),
-    }  # fmt: skip
-    to_read = dims | {"GROUPS": G, "BM": max(16, triton.next_power_of_2(h)), "BN": selection.sub_block}
-    to_merge = {"BP": 64}
-    warps = 8 if pad > 512 else 4
-    if selection.parts * T * B * G * warps <= AT_ONCE:
-        scanned = q.new_empty(B, T, H, d_v, dtype=torch.float32)
-        launch(
-            decode.pick_and_read, (selection.parts, T, B * G), q, q, *sel, gates, part, part_lse, scores, tops, picks, scanned,
-            arrived, out, T, H, G, start, cmp_tiles, cmp_programs, selection.n_blocks, first_part, parts, sel[0].stride(0),
-            sel[1].stride(0), scale * LOG2E, **selection.settings(), h=h, **to_pick, **to_read, **to_merge,
-            NP=max(128, triton.next_power_of_2(first_part)), NS=max(16, triton.next_power_of_2(selection.parts)), num_warps=warps,
-            num_stages=1,
-        )  # fmt: skip
-        return out, picks
     launch(
         decode.pick_blocks, (T, B * G), q, part_lse, scores, tops, picks, T, G, start, cmp_tiles, cmp_programs, parts,
-        selection.n_blocks, n_sel=selection.n_sel, L_SEL=l_sel, h=h, **to_pick, num_warps=warps,
+        selection.n_blocks, n_sel=selection.n_sel, L_SEL=l_sel, LOCAL=blocks.NUM_LOCAL, h=h, STEP=steps.blocks, BJ=bj, PAD=pad,
+        PP=max(16, triton.next_power_of_2(cmp_programs)), HB=max(1, min(triton.next_power_of_2(h), MOST_SCORES // pad)),
+        num_warps=8 if pad > 512 else 4,
     )  # fmt: skip
     launch(
         decode.read_blocks, (selection.parts, T, B * G), q, q, *sel, picks, part, part_lse, T, H, G, start, first_part, parts,
-        sel[0].stride(0), sel[1].stride(0), scale * LOG2E, **selection.settings(), h=h, **to_read, num_warps=4, num_stages=1,
+        sel[0].stride(0), sel[1].stride(0), scale * LOG2E, **selection.settings(), h=h, **dims, GROUPS=G,
+        BM=max(16, triton.next_power_of_2(h)), BN=selection.sub_block, num_warps=4, num_stages=1,
     )  # fmt: skip
     launch(
         decode.sum_parts, (B * T, H), q, part, part_lse, gates, out, T, H, G, cmp_programs, first_part, parts, h=h,
-        DV=dims["DV"], **to_merge, NP=max(128, triton.next_power_of_2(parts)), num_warps=4,
+        DV=dims["DV"], BP=64, NP=max(128, triton.next_power_of_2(parts)), num_warps=4,
     )  # fmt: skip
     return out, picks
 

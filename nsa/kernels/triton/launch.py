@@ -42,13 +42,8 @@ def rows_for(tile: Tile, h: int) -> int:
 
 
 def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
-    """Return whether TMA reads keys and values: where the tile has it and `are_describable`."""
-    return tile.tma and are_describable(*tensors)
-
-
-def are_describable(*tensors: torch.Tensor) -> bool:
-    """Return whether TMA can read tensors: no part is padded and addresses are as it wants them."""
-    return all(
+    """Return whether TMA reads keys and values: where the tile has it, no part is padded, and addresses are as TMA wants them."""
+    return tile.tma and all(
         widths(x.shape[-1]).is_exact and x.numel() > 0 and x.data_ptr() % 16 == 0 and x[0].nbytes % 16 == 0
         for x in tensors
     )

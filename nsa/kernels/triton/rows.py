@@ -124,7 +124,6 @@ def zeros_two(N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def scale_two(x, by):
-    """Multiply the parts."""
     if len(x) > 1:
         return x[0] * by, x[1] * by
     else:
@@ -133,7 +132,6 @@ def scale_two(x, by):
 
 @triton.jit
 def divide_two(x, by):
-    """Divide the parts."""
     if len(x) > 1:
         return x[0] / by, x[1] / by
     else:

@@ -3,9 +3,7 @@
 Layouts as in `branches`; picks int32 [T, G, n_sel], -1 where a query has no more.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -32,7 +30,7 @@ class Selection(NamedTuple):
     sub_block: int = 64
 
     @classmethod
-    def of(cls, longest: int, l_sel: int, n_sel: int, q: torch.Tensor, d_v: int) -> Selection:
+    def of(cls, longest: int, l_sel: int, n_sel: int, q: torch.Tensor, d_v: int) -> Self:
         """In sequences of at most ``longest`` tokens, for queries like ``q`` [..., Dk]. More than `FEW` blocks per query only where
         there are as many.
         """

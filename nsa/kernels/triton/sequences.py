@@ -79,17 +79,12 @@ def batch(
     runs = ranges_of(count * S, bytes_of_parts)
     if count > 1 and len(runs) > 1:
         return pack(range(0, count * S + 1, S), l, d, l_sel, bytes_of_parts, device)
-    chunk, rooms = SHORT_CHUNK if S <= SHORT else CHUNK, blocks.num_selection(S, l_sel) + 1
-    if count == 1:
-        cut = [(a, b, -(-(b - a) // chunk)) for a, b in runs]
-        ranges = [Range(first=a, end=b, lo=a, hi=b, count=1, chunks=n, all_chunks=n, rooms=rooms) for a, b, n in cut]
-    else:
-        each = -(-S // chunk)
-        ranges = [
-            Range(
-                first=0, end=count * S, lo=0, hi=S, count=count, chunks=each, all_chunks=count * each, rooms=count * rooms
-            )
-        ]  # fmt: skip
+    chunk, rooms = SHORT_CHUNK if S <= SHORT else CHUNK, count * (blocks.num_selection(S, l_sel) + 1)
+    cut = [(a, b, -(-(b - a) // chunk)) for a, b in (runs if count == 1 else [(0, S)])]  # of each sequence
+    ranges = [
+        Range(first=count * a, end=count * b, lo=a, hi=b, count=count, chunks=n, all_chunks=count * n, rooms=rooms)
+        for a, b, n in cut
+    ]
     return Sequences(
         count=count,
         longest=S,

@@ -8,8 +8,6 @@ reduction, tag, splits and time limit: a call that Python starts is recorded by 
 The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
 """
 
-from __future__ import annotations
-
 import atexit
 import re
 import sys
@@ -76,34 +74,30 @@ class CollectiveRecorder:
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self._sequence: defaultdict[str, int] = defaultdict(int)
         self._labels = GroupLabels()
-        self._inside = threading.local()
         self._pending: dict[int, Pending] = {}  # by id of the Work
-        self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
-        self._functional = WeakIdKeyDictionary()  # a functional collective's result -> its index, its limit
         self._lock = threading.RLock()  # while it is held, the garbage collector may end a Work, and so call `_dropped`
-        self._blocked_in, self._has_failed = 0, False
+        self._has_failed = False
         self._limit = Limit(board)
         self.stores = StoreRecorder(board, self._limit)
         self._limits: dict[str, float] = {}  # time limits of groups, if short, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # Python classes that are wrapped
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
-        self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
-        self.on_call: Callable[[dict[str, Any]], None] | None = None  # what ranks must match of a call that begins
+        self.forget(0, 0)
 
     def forget(self, rank: int, world_size: int) -> None:
         """Reset for another test on a new board: sequence numbers start again on all its ranks."""
-        self._sequence.clear()
+        self._sequence: defaultdict[str, int] = defaultdict(int)
         self._inside = threading.local()
         self._labels.begin(rank, world_size)
         self._blocked_in, self._limit.until = 0, 0.0
         self.stores.forget()
-        self._functional.clear()
-        self._ends_by_wait.clear()
-        self._on_group, self.on_reduce, self.on_call = lambda *_: None, None, None
+        self._functional = WeakIdKeyDictionary()  # a functional collective's result -> its index, its limit
+        self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
+        self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
+        self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
+        self.on_call: Callable[[dict[str, Any]], None] | None = None  # what ranks must match of a call that begins
         with self._lock:
             self._pending.clear()
 
@@ -137,7 +131,7 @@ class CollectiveRecorder:
             entry = self._pending.get(id(work))
             if entry is None:
                 return wait(work, *args, **kwargs)
-            with self._blocked(entry.index, limit_of_call((*args, *kwargs.values())) or entry.limit):
+            with _Blocked(self, entry.index, limit_of_call((*args, *kwargs.values())) or entry.limit):
                 result = wait(work, *args, **kwargs)
             # If collectives run on a device, it returns at once: the heartbeat polls whether the work is done.
             if entry.ends_by_wait or work.is_completed():
@@ -196,7 +190,7 @@ class CollectiveRecorder:
             depth = getattr(self._inside, "depth", 0)
             self._inside.depth = depth or int(op != NEW_GROUP)  # the calls that DDP's make are part of them
             try:
-                with self._blocked(index, self._limits.get(named, 0.0)):
+                with _Blocked(self, index, self._limits.get(named, 0.0)):
                     result = original(*args, **kwargs)
             finally:
                 self._inside.depth = depth
@@ -240,7 +234,7 @@ class CollectiveRecorder:
             label = self._labels.of_rendezvous(NEW_GROUP, port, world_size)
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
             index = self._enter(NEW_GROUP, label, size=world_size, note=note)
-            with self._blocked(index):
+            with _Blocked(self, index):
                 store = original(hostname, port, rank, world_size, *args, **kwargs)
             self.board.leave(index)
             return store
@@ -266,7 +260,7 @@ class CollectiveRecorder:
         )  # fmt: skip
         self._inside.depth = 1
         try:
-            with self._blocked(index, self._limits.get(label, 0.0)):
+            with _Blocked(self, index, self._limits.get(label, 0.0)):
                 result = original(*args, **kwargs)
         finally:
             self._inside.depth = 0
@@ -286,12 +280,8 @@ class CollectiveRecorder:
         call = next((c for c in calls if c is not None), None)
         if call is None:
             return original(*args, **kwargs)
-        with self._blocked(*call):
+        with _Blocked(self, *call):
             return original(*args, **kwargs)
-
-    def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
-        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds if that is not 0."""
-        return _Blocked(self, index, limit)
 
     @property
     def is_waiting(self) -> bool:
@@ -443,7 +433,7 @@ class CollectiveRecorder:
                 self.on_reduce(group, args[0])
             self._inside.depth = 1
             try:
-                with self._blocked(index, limit):  # some calls wait before they return
+                with _Blocked(self, index, limit):  # some calls wait before they return
                     work = original(group, *args, **kwargs)
             except (ValueError, TypeError, RuntimeError) as error:
                 if was_refused(error, name):
@@ -487,14 +477,15 @@ def _is_in_side_thread() -> bool:
 
 
 class _Blocked:
-    """A mark on the board while the main thread waits. If an exception ends the wait, ``failed_in`` keeps the call.
+    """A mark on the board while the main thread waits in collective ``index``, for ``limit`` seconds if that is not 0. If an
+    exception ends the wait, ``failed_in`` keeps the call.
 
     A class, because a context by a generator costs three times as much, and every collective has two.
     """
 
     __slots__ = ("index", "limit", "on_main", "outer", "recorder", "until")
 
-    def __init__(self, recorder: CollectiveRecorder, index: int, limit: float) -> None:
+    def __init__(self, recorder: CollectiveRecorder, index: int, limit: float = 0.0) -> None:
         self.recorder, self.index, self.limit = recorder, index, limit
 
     def __enter__(self) -> None:

@@ -4,6 +4,7 @@ gloo forgets the buffer of a send or receive with its Work: a program that drops
 waits for ever. A strong reference to the Work would keep the message, and hide the hang while the program is traced.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ class Pending:
 
     def __init__(self, index: int, limit: float, *, ends_by_wait: bool, is_message: bool) -> None:
         self.index, self.limit, self.ends_by_wait, self.is_message = index, limit, ends_by_wait, is_message
-        self._find: Find = _gone
+        self._find: Find = lambda: None
         self._future: Any = None
 
     def keep(self, work: Any) -> None:
@@ -41,10 +42,10 @@ class Pending:
             self._find = lambda: work  # on a device, the backend itself keeps the Work until it is done
             return
         self._future = None if self.is_message else future_of(work)
-        try:
+        with contextlib.suppress(
+            TypeError
+        ):  # a Work written in Python that allows no weak references: its state is unknown
             self._find = weakref.ref(work, on_drop)
-        except TypeError:  # a Work written in Python that allows no weak references: its state is unknown
-            self._find = _gone
 
     def is_done(self) -> bool:
         """Return whether the call has completed without an error. A call that failed counts as not left: other ranks still wait."""
@@ -60,11 +61,6 @@ class Pending:
     def outlives_its_work(self) -> bool:
         """Return whether the call continues although its Work has just been dropped."""
         return self._future is not None and not self._future.done()
-
-
-def _gone() -> None:
-    """Return None, as a weak reference to a freed object does."""
-    return
 
 
 def future_of(work: Any) -> Any:

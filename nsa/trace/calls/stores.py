@@ -54,9 +54,6 @@ class KeysSet:
         self._latest[at] = key
         return is_first
 
-    def clear(self) -> None:
-        self._latest.clear()
-
     def rows(self) -> list[tuple[str, str]]:
         """Return (key, line) of each line and kind."""
         return [(key, site) for (site, _), key in list(self._latest.items())]
@@ -66,20 +63,17 @@ class StoreRecorder:
     """Wraps the methods of torch's stores in this process for as long as the process lives."""
 
     def __init__(self, board: Board, limit: Limit) -> None:
-        self._board = board
-        self._limit = limit
+        self._board, self._limit = board, limit
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset for another test on a new board."""
         self._looked = 0.0  # when the main thread last queried a store
         self._key = ""  # the keys that the main thread waits for, or queried last
         self.keys_set = KeysSet()
         # Called with key and line: at the first key that a line sets, and at the end of the test with the last one.
-        self.on_set: Callable[[str, str], None] = _ignore
+        self.on_set: Callable[[str, str], None] = lambda *_: None
         self.on_call: Callable[[dict[str, Any]], None] | None = None  # each key that is set or awaited
-
-    def forget(self) -> None:
-        """Reset for another test on a new board."""
-        self._looked, self._key = 0.0, ""
-        self.keys_set.clear()
-        self.on_set, self.on_call = _ignore, None
 
     def install(self) -> None:
         """Replace the methods. Those that this version of torch lacks are skipped."""
@@ -167,7 +161,3 @@ class StoreRecorder:
 def _way() -> str:
     """Return the user's lines that led to a call of a store, innermost first: 'train.py:30 in step < main.py:12 in main'."""
     return " < ".join(filter(None, call_path(2)))
-
-
-def _ignore(key: str, site: str) -> None:
-    """No-op."""

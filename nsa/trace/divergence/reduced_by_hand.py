@@ -49,7 +49,8 @@ class HandReduction:
         if root in self._whole:
             return True
         if root not in self._ends:
-            self._ends[root] = _ends_of(root)
+            trained = [p for p in root.parameters() if p.requires_grad]
+            self._ends[root] = (*trained[:1], *trained[-1:])
         ends = [p.grad.data_ptr() for p in self._ends[root] if p.grad is not None]
         return any(isinstance(t, torch.Tensor) and not t.is_sparse and t.data_ptr() in ends for t in tensors)
 
@@ -62,12 +63,6 @@ class HandReduction:
             return self._whole[root]
         groups = [self._in_place.get(g.data_ptr()) for g in gradients]
         return groups[0] if all(g is not None and g is groups[0] for g in groups) else None
-
-
-def _ends_of(root: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    """Return the first and the last trained parameter of a model."""
-    trained = [p for p in root.parameters() if p.requires_grad]
-    return (trained[0], trained[-1]) if trained else ()
 
 
 def gradients_of(root: torch.nn.Module) -> list[torch.Tensor]:

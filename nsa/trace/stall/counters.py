@@ -12,11 +12,12 @@ import os
 import sys
 from json import dumps
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType, GeneratorType
 
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import wall_clock, write_atomically
-from nsa.trace.frames import describe, is_user_file, program_frames
+from nsa.trace.frames import describe, describe_line, is_user_file, program_frames
 from nsa.trace.stall.held_up import describe_error
 
 FILE = "counters.json"
@@ -85,15 +86,11 @@ def write_counters(folder: Path, thread: int) -> None:
 
 def counters_at(error: BaseException) -> list[dict[str, object]]:
     """Return the user's frames that an exception has passed through, outermost first, with their counters."""
-    frames: list[dict[str, object]] = []
-    passed = error.__traceback__
-    while passed is not None and len(frames) < MOST_FRAMES:
-        code = passed.tb_frame.f_code
-        if is_user_file(code.co_filename):
-            at = f"{code.co_filename}:{passed.tb_lineno} in {code.co_name}"
-            frames.append({"at": at, "counters": counters_of(passed.tb_frame)})
-        passed = passed.tb_next
-    return frames
+    passed = ((f, line) for f, line in walk_tb(error.__traceback__) if is_user_file(f.f_code.co_filename))
+    return [
+        {"at": describe_line(frame.f_code, line), "counters": counters_of(frame)}
+        for frame, line in itertools.islice(passed, MOST_FRAMES)
+    ]
 
 
 def is_requested(folder: Path) -> bool:

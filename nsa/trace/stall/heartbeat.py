@@ -15,7 +15,7 @@ from nsa.trace.board import Board
 from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import close, monotonic, open_to_append, wall_clock, write, write_atomically
-from nsa.trace.frames import is_user_file
+from nsa.trace.frames import describe_line, is_user_file
 from nsa.trace.memory import on_gpu_mib, resident_mib
 from nsa.trace.stall.counters import is_requested, withdraw_request, write_counters
 from nsa.trace.stall.flight import dump_flight_recorder
@@ -38,18 +38,18 @@ class Heartbeat:
     """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` every second and at each new phase; after the
     first 100 phases, only at the last of phases that follow each other within 50 ms.
 
-    If the main thread is stalled, the stacks of all threads are written to ``stall`` (a path, or None), so that no other process
+    If the main thread is stalled, the stacks of all threads are written to the file ``stall``, so that no other process
     has to disturb the rank for them.
     """
 
     def __init__(
         self,
         board: Board,
-        recorder: CollectiveRecorder | None,
+        recorder: CollectiveRecorder,
         path: str | os.PathLike[str],
         rank: int,
+        stall: Path,
         label: str = "",
-        stall: Path | None = None,
     ) -> None:
         self.board = board
         self._stall = stall
@@ -156,8 +156,7 @@ class Heartbeat:
                 self._lines[line] = None
             board.text("line", line)
             board.number("line_time", wall_clock())
-        if self.recorder is not None:
-            self.recorder.poll()
+        self.recorder.poll()
         if self._owes_line:
             self._owes_line, self._changed = False, monotonic()
             self.record(at=board.phase_since)
@@ -180,13 +179,11 @@ class Heartbeat:
         stacks = look(None if is_due else self._main)
         stacks.pop(threading.get_ident(), None)
         places = stacks.get(self._main or 0, [])
-        line = next((p.describe() for p in places if is_user_file(p.code.co_filename)), "")
+        line = next((describe_line(p.code, p.line) for p in places if is_user_file(p.code.co_filename)), "")
         return line, next(iter(places), None), as_dump(stacks, self._main or 0) if is_due else ""
 
     def _is_due(self) -> bool:
         """Return whether the stacks of a stall should be written now."""
-        if self._stall is None:
-            return False
         since, limit = (self._written, STALL_AGAIN_S) if self._written else (self._since, STALL_S)
         return monotonic() - since >= limit
 
@@ -210,8 +207,8 @@ class Heartbeat:
 
     def _answer(self) -> None:
         """Write the counters of loops once per request of the monitor."""
-        folder = self._stall.parent if self._stall is not None else None
-        if folder is not None and is_requested(folder):
+        folder = self._stall.parent
+        if is_requested(folder):
             self._has_answered = True
             write_counters(folder, self._main or 0)
             withdraw_request(folder)
@@ -220,22 +217,20 @@ class Heartbeat:
         """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal while this thread runs Python,
         with incomplete frames, may end the process.
         """
-        if not self._has_answered or self.rests or self._stall is None:
+        if not self._has_answered or self.rests:
             return False
         self.rests = os.path.exists(self._stall.parent / DUMP_REQUEST)
         return self.rests
 
     def _write_stall(self, stacks: str) -> None:
         """Replace stall.json: stacks, lines, handled exception, asyncio tasks and keys of the stall."""
-        if self._stall is None:
-            return
         now = monotonic()
         self._written = now
         found = {
             "schema": SCHEMA, "time": wall_clock(), "since": wall_clock() - (now - self._since), "stacks": stacks,
             "lines": list(self._lines),
             "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
-            "keys": self.recorder.stores.keys_set.rows() if self.recorder is not None else [],
+            "keys": self.recorder.stores.keys_set.rows(),
         }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test continues
             write_atomically(self._stall, dumps(found))

@@ -5,10 +5,11 @@ The heartbeat reads both. Reading runs no code of the program, and keeps no fram
 
 import asyncio
 import sys
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
-from nsa.trace.frames import describe, is_user_file
+from nsa.trace.frames import describe, describe_line, is_user_file
 from nsa.trace.secrets import masked
 
 MOST_TASKS = 32
@@ -33,17 +34,13 @@ def handled_exception(thread: int) -> dict[str, str]:
 
 def describe_error(error: BaseException) -> dict[str, str]:
     """Return type and first argument of an exception (of an OSError, its text and file), and the user's line that raised it."""
-    raised, traceback = "", error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if is_user_file(code.co_filename):
-            raised = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
-        traceback = traceback.tb_next
+    passed = ((frame.f_code, line) for frame, line in walk_tb(error.__traceback__))
+    raised = [describe_line(code, line) for code, line in passed if is_user_file(code.co_filename)]
     first = error.args[0] if error.args and isinstance(error.args[0], str) else ""
     if isinstance(error, OSError) and len(error.args) > 1:  # by OSError's own attributes: a subclass may define others
         text, file = (vars(OSError)[name].__get__(error) for name in ("strerror", "filename"))
         first = f"{text}: {file}" if isinstance(file, str) else str(text)
-    return {"says": masked(f"{type(error).__name__}: {first}"[:MOST_CHARACTERS]), "at": raised}
+    return {"says": masked(f"{type(error).__name__}: {first}"[:MOST_CHARACTERS]), "at": raised[-1] if raised else ""}
 
 
 def asyncio_tasks(thread: int) -> dict[str, Any]:

@@ -21,10 +21,6 @@ class Place:
     instruction: int
     line: int
 
-    def describe(self) -> str:
-        """Return ``file:line in function``."""
-        return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
-
     @property
     def is_between_calls(self) -> bool:
         """Whether it is at the end of a loop's body or the start of a function, where Python releases the GIL: not in a call."""

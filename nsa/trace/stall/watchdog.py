@@ -31,8 +31,8 @@ class Watchdog:
         folder: Path,
         rank: int,
         seconds: float,
-        board: Board | None = None,
-        missing: Callable[[], list[str]] = list,
+        board: Board,
+        missing: Callable[[], list[str]],
         mark: str = "",
     ) -> None:
         self.seconds, self.rank, self.board, self.folder, self.missing = seconds, rank, board, folder, missing
@@ -90,29 +90,23 @@ class Watchdog:
         if is_first:
             lines = [f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}"]
             file.write("".join(f"{line}\n" for line in (*lines, *self._report_missing(), "")))
-            memory.dump(self.folder, self._step, self.rank, "stall", self._mark)
-
-    @property
-    def _step(self) -> int:
-        return self.board.count("step") if self.board is not None else 0
+            memory.dump(self.folder, self.board.count("step"), self.rank, "stall", self._mark)
 
     def _report_missing(self) -> list[str]:
         """Log the report of missing gradients that the backward would have made at its end, and return its lines."""
-        missing = self.missing()
-        if not missing or self.board is None:
+        missing, step = self.missing(), self.board.count("step")
+        if not missing:
             return []
         arrived = self.board.count("gradients_expected") - len(missing)
-        lines = [f"[GRAD-TRACE] in_backward_step{self._step} arrived={arrived} missing={len(missing)}"]
+        lines = [f"[GRAD-TRACE] in_backward_step{step} arrived={arrived} missing={len(missing)}"]
         lines += [f"  - MISSING: {name}" for name in missing]
         for line in lines:
             logger.warning("%s", line)
         with open(open_to_append(self.folder / "all_missing_params.txt"), "a", encoding="utf-8") as listed:
-            listed.writelines(f"step{self._step} {name} rank={self.rank}\n" for name in missing)
+            listed.writelines(f"step{step} {name} rank={self.rank}\n" for name in missing)
         return lines
 
     def _what(self) -> str:
-        if self.board is None:
-            return ""
         count = self.board.count
         text = f": {self.board.phase_name} of step {count('step')}, {count('modules_entered')} modules called, "
         text += f"{count('gradients')} of {count('gradients_expected')} gradients arrived, "
