@@ -100,6 +100,8 @@ ALL_TO_ALL = entry("all_to_all", 1) | DONE
             make_dumps([ALL_TO_ALL], [ALL_TO_ALL], [ALL_TO_ALL | {"input_dtypes": ["Int"]}]),
             ("collective_mismatch", (2,), True),
         ),
+        # Each rank may give another number of rows, and a dump has no splits.
+        (make_dumps([ALL_TO_ALL], [ALL_TO_ALL | {"input_sizes": [[9, 2]]}]), ("unknown", (), False)),
         # Only the root of a scatter has inputs.
         (
             make_dumps(
@@ -122,7 +124,7 @@ ALL_TO_ALL = entry("all_to_all", 1) | DONE
         # No rank waits, and one has left no dump.
         (make_dumps([entry("all_reduce", 1) | DONE], [], [entry("all_reduce", 1) | DONE]), ("unknown", (1,), False)),
     ],
-    ids=["another type", "a scatter", "two groups", "aborted", "no dump"],
+    ids=["another type", "other rows", "a scatter", "two groups", "aborted", "no dump"],
 )
 def test_what_dumps_show_without_a_call_that_waits(
     files: dict[str, str], found: tuple[object, ...], tmp_path: Path
