@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.explain.conditions import names_the_rank
+from pytest_nsa.diagnosis.explain.keys import get_key
 from pytest_nsa.diagnosis.facts import awaited, last_seen, signal_text
 from pytest_nsa.diagnosis.rules.activity import find_activity
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -60,6 +61,9 @@ def _describe_state(rank: RankEvidence) -> tuple[str, str]:
         return "", ENDED
     if call is not None:
         return last_seen(rank) or call.site, f"waits here: {call.describe_payload()}"
+    if rank.waits_for_a_key:
+        key = get_key(rank)
+        return last_seen(rank), f"waits for a key of a store{f': {key}' if key else ''}"
     activity = find_activity(rank)
     if activity is None:
         return last_seen(rank), "is here"

@@ -186,7 +186,7 @@ def stated(ranks: tuple[int, ...], text: str, world_size: int) -> str:
         verb, _, rest = text.partition(" ")
         is_verb = verb in _PLURAL or (verb.endswith("s") and verb.isalpha() and verb not in ("as", "this"))
         verb = _PLURAL.get(verb, verb.removesuffix("s")) if is_verb else verb
-        text = f"{verb} {rest}".replace(" its ", " their ")
+        text = f"{verb} {rest}".rstrip().replace(" its ", " their ")
     return f"{describe_ranks(ranks, world_size)} {with_name_of_other(text, ranks, world_size)}"
 
 

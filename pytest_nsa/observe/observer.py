@@ -126,7 +126,7 @@ def is_at_work(finding: Finding, evidence: Evidence) -> bool:
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:
     """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what``: the end."""
     at = f" at {found.where}" if found.where else ""
-    reason = " ".join(split_reason(found.reason)[0].split())  # a child's command may have several lines
+    reason = split_reason(found.reason)[0]
     if at_work and not found.ends_the_test:
         return f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {reason} ({what})"
     return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {reason} ({what})"

@@ -17,12 +17,12 @@ MOST = 200  # characters
 
 
 def command_line(pid: int, most: int = MOST) -> str:
-    """Return the first ``most`` characters of a process's command line, with secrets masked; '' if it has ended."""
+    """Return the first ``most`` characters of a process's command line, as one line and with secrets masked; '' if it has ended."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return ""
-    return " ".join(masked_arguments(arguments)).strip()[:most]
+    return " ".join(" ".join(masked_arguments(arguments)).split())[:most]
 
 
 REST_S = 0.02

@@ -90,16 +90,22 @@ def _passed(
     if error.when == "teardown":  # the body ended without an exception
         is_in_body = call.way[-1].rpartition(" in ")[2] == _get_function(evidence.job.nodeid)
         return _Passed.YES if is_in_body else _Passed.NO
-    found = compare(
-        evidence.sources, find_position(rank, replace(ended(rank), site=error.where)), find_position(waiter, call), None
-    )
+    line, is_of_this_round = find_position(waiter, call), True
+    if call.peer != -1:  # where the rank made the other half in an earlier round, by this round's counters
+        halves = [c for c in rank.collectives if c.peer == waiter.rank and c.is_send != call.is_send]
+        if not halves:
+            return _Passed.NO
+        line = find_position(rank, replace(halves[-1], left=0.0))
+        # If it is the latest call, the rank may have made it in this round, and the others wait for the next one.
+        is_of_this_round = halves[-1] is not rank.collectives[-1]
+    found = compare(evidence.sources, find_position(rank, replace(ended(rank), site=error.where)), line, None)
     if found.order is Order.SAME and error.type == "AssertionError":
         return _Passed.IN_SOME_ROUND  # an assert evaluates its line's calls first
     if found.order is not Order.AFTER or not found.parted:
         return _Passed.NO
     if _is_with_head(evidence.sources, found.parted[1].place, found.parted[0].line):
         return _Passed.NO
-    if found.is_counted:
+    if found.is_counted and is_of_this_round:
         return _Passed.YES
     return _Passed.NO if ended(rank).step < call.step else _Passed.IN_SOME_ROUND
 

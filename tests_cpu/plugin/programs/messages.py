@@ -51,3 +51,15 @@ def test_a_message_in_the_second_pair(tmp_path):  # -> p2p_unmatched 3
 def test_groups_in_another_order(group, number):  # -> group_order_deadlock ?
     groups = dist.new_group(), dist.new_group()
     dist.barrier(groups[group.rank])
+
+
+@world_size(3)
+def test_a_stage_fails_before_it_sends(group):  # -> rank_exception 1 here
+    for step in range(4):
+        x = torch.ones(4)
+        if group.rank:
+            dist.recv(x, group.rank - 1)
+        if (group.rank, step) == (1, 2):
+            x.view(3)  # HERE
+        if group.rank < 2:
+            dist.send(x, group.rank + 1)
