@@ -110,7 +110,10 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *follow, *labels))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
     in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was skipped
-    to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own
+    parted = tuple(sorted(rank for ranks in found.outcomes.values() for rank in ranks))
+    # Ranks that did not part are no cause; without a minority both sides may be.
+    either = parted if verdict.confidence < SURE and not {*parted} & {*verdict.ranks} else ()
+    to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own or either
     raised_later = _raised_later(verdict, found, to_blame)
     is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN or raised_later
     if not is_open or not found.is_alone or not to_blame:

@@ -168,6 +168,16 @@ def test_a_decision_of_a_library_is_the_reason(tmp_path: Path) -> None:
     assert changed.reason == "the ranks parted at `if self.stop:` of trainers, called here"
 
 
+@pytest.mark.parametrize(("ranks", "sure", "blamed"), [((2,), 0.4, (0, 1)), ((2,), 0.9, (2,)), ((0,), 0.4, (0,))])
+def test_a_guess_at_ranks_that_did_not_part_gives_way(
+    ranks: tuple[int, ...], sure: float, blamed: tuple[int, ...], tmp_path: Path
+) -> None:
+    flows = [record(PROGRAMS["fits_until_a_tag_differs"], tmp_path, rank) for rank in range(2)]
+    found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
+    guess = Verdict(nodeid="test", outcome="HANG", cause="unknown", ranks=ranks, world_size=RANKS, confidence=sure)
+    assert with_divergence(guess, found, is_same=True).ranks == blamed
+
+
 def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -> None:
     flows = [record(PROGRAMS["fits_until_a_tag_differs"], tmp_path, rank) for rank in range(2)]
     found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
