@@ -56,7 +56,7 @@ test: lint
 	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest tests_cpu -m slow -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests_cpu -m slow -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # The pages as a site, in build/site; a link that leads nowhere fails it.
 docs: $(STAMP)

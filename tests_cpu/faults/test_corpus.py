@@ -156,6 +156,7 @@ def test_every_program_has_a_twin() -> None:
         assert ("faulty" if program.rank is None else "culprit") in takes[name], name
 
 
+@pytest.mark.xdist_group("faults")  # one worker runs the session of a way
 @pytest.mark.parametrize(
     ("file", "name"),
     [
@@ -198,6 +199,7 @@ def assert_no_alarm(result: ExampleResult, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("twins")
 @pytest.mark.parametrize(
     ("file", "name"),
     [pytest.param(file, name, id=name) for file, name, _ in list_programs()],
@@ -209,6 +211,7 @@ def test_no_alarm_in_a_twin(file: str, name: str, run_all: Run) -> None:
     assert_no_alarm(run_all(AS_TWINS), name)
 
 
+@pytest.mark.xdist_group("healthy")
 @pytest.mark.parametrize(
     ("file", "name"),
     [
