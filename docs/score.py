@@ -123,7 +123,10 @@ def list_unseen() -> list[str]:
     right, n, totals = made["right"], made["with_a_fault"], parted["totals"]
     cases = foreign["public cases"].values()
     subject, kinds = held["by subject"], read("fault_kinds")["kinds"].values()
+    blind = json.loads((RESULTS / "unseen.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     return [
+        f"| the latest set by an author who had not read the rules ({blind['date']}), with the second run | {blind['faults']} "
+        f"| {share(blind['ranks'], blind['faults'])} | {share(blind['line'], blind['lines'])} | {blind['wrong_and_certain']} |",
         f"| generated in the form of MPI's fault benchmarks | {n} | {share(right['ranks'], n)} | {share(right['line'], n)} "
         f"| {right['wrong and certain']} |",
         f"| generated: a value that makes ranks part 1 to 200 calls later, with the second run | {totals['programs']} | "
