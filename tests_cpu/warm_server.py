@@ -249,6 +249,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
             os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if request.get("nursery"):
             Nursery()

@@ -13,7 +13,7 @@ PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly")
 
 
 def start_session(warm: WarmPython, folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
-    """Run pytest over ``source`` in ``folder``, in a process group of its own. SIGINT and SIGHUP end it, even if ignored here."""
+    """Run pytest over ``source`` in ``folder``, in a process group of its own. Signals end it, even if ignored here."""
     (folder / "test_example.py").write_text(source)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return warm.popen(*PYTEST, "--rootdir", str(folder), *options, cwd=folder, **pipes, start_new_session=True)
