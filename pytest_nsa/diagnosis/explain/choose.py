@@ -17,8 +17,8 @@ from importlib import resources
 from pytest_nsa.diagnosis.explain.edits import Calls, Candidate, candidates
 from pytest_nsa.evidence.values import Evidence
 
-SPREAD = 1.3  # divides scores: the value by which held-out verdicts are as often right as they state
-CERTAIN = 0.978  # a probability: of 37 verdicts above it on files that no weight was fitted to, one was wrong
+SPREAD = 1.3  # divides scores: by it held-out verdicts are as often right as they state, or more often
+CERTAIN = 0.978  # a probability: of 32 verdicts above it on files that no weight was fitted to, one was wrong
 Weights = Mapping[str, Mapping[str, float]]  # by kind of edit, by term
 
 
