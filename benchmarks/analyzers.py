@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from forked import print_of
+from forked import run_forked
 
 from pytest_nsa.foreign.texts import read_analysis
 
@@ -55,4 +55,4 @@ def _run(module: str, *arguments: str) -> str:
         sys.argv[1:] = arguments
         runpy.run_module(module, run_name="__main__")
 
-    return print_of(run, 120, {})
+    return run_forked(run, 120)

@@ -137,17 +137,14 @@ def fitted(of: Sequence[Row]) -> Weights:
     at = {name: i for i, name in enumerate(names)}
     # Each value that is not 0: of the candidate in `place`, one of `most` for each row, the term `which`.
     most = max(len(row.kinds) for row in of)
-    place, which, held = zip(
-        *(
-            (i * most + j, at[kind, name], value)
-            for i, row in enumerate(of)
-            for j, (kind, values) in enumerate(zip(row.kinds, row.values, strict=True))
-            for name, value in values.items()
-        ),
-        strict=True,
-    )
-    places, terms = torch.tensor(place), torch.tensor(which)
-    values_held = torch.tensor(held, dtype=torch.float64)
+    entries = [
+        (i * most + j, at[kind, name], value)
+        for i, row in enumerate(of)
+        for j, (kind, values) in enumerate(zip(row.kinds, row.values, strict=True))
+        for name, value in values.items()
+    ]
+    place, which = (torch.tensor([entry[k] for entry in entries]) for k in (0, 1))
+    held = torch.tensor([value for *_, value in entries], dtype=torch.float64)
     absent = torch.full((len(of), most), -1e9, dtype=torch.float64)
     wrong = absent.clone()
     for i, row in enumerate(of):
@@ -159,7 +156,7 @@ def fitted(of: Sequence[Row]) -> Weights:
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        scores = torch.zeros(len(of) * most, dtype=torch.float64).index_add(0, places, values_held * weights[terms])
+        scores = torch.zeros(len(of) * most, dtype=torch.float64).index_add(0, place, held * weights[which])
         scores = scores.view(len(of), most)
         missed = torch.logsumexp(scores + absent, 1) - torch.logsumexp(scores + wrong, 1)
         total = (counts * missed).sum() + PENALTY * counts.sum() / 2 * weights.square().sum()

@@ -7,10 +7,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 
-def print_of(function: Callable[[], object], seconds: float, environment: Mapping[str, str]) -> str:
+def run_forked(function: Callable[[], object], seconds: float) -> str:
     """Return what ``function`` prints in a process that is killed, with all that it started, at its end or after ``seconds``.
 
     The process that calls this has one thread.
@@ -22,10 +22,9 @@ def print_of(function: Callable[[], object], seconds: float, environment: Mappin
             os.setpgid(0, 0)
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
-            os.environ.update(environment)
             try:
                 function()
-            except BaseException:
+            except BaseException:  # also SystemExit: the process ends below in any case
                 traceback.print_exc()
             finally:
                 with contextlib.suppress(OSError):

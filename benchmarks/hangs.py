@@ -21,6 +21,7 @@ import ast
 import contextlib
 import inspect
 import json
+import os
 import re
 import statistics
 import sys
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import ROOT, keep, parser_of
-from forked import print_of
+from forked import run_forked
 
 sys.path.insert(0, str(ROOT))
 
@@ -98,12 +99,10 @@ def answer_by_pytest_nsa(*, healthy: bool) -> Iterator[dict[str, Any]]:
     """Yield the verdict on each program, with its second run; of a twin, also the cause of an announcement while it ran."""
     way = replace(AS_FAULTS, conftest=AS_TWINS.conftest) if healthy else AS_FAULTS
     options = ("--ranks-keep", "all") if healthy else ("--ranks-rerun", "all")
-    names = defaultdict(list)
-    for file, name, _ in list_programs():
-        names[file].append(name)
+    programs = [(file, name) for file, name, _ in list_programs()]
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(sys.stderr):
-            found = run_programs(Path(folder), way, names, *options, workers=WORKERS, timeout=1800)
+            found = run_programs(Path(folder), way, programs, *options, workers=WORKERS, timeout=1800)
         for name, verdict in found.verdicts.items():
             place = LOCATION.match(verdict.where)
             is_own = place is not None and Path(place["file"]).name.startswith(PLANTED)
@@ -137,10 +136,13 @@ def _list_needs(function: Callable[..., None]) -> set[str]:
 
 
 def _answer_plain(file: str, name: str, n: int, healthy: bool) -> list[dict[str, Any]]:
-    modes = ("leave", "healthy") if healthy else ("leave",)
     with tempfile.TemporaryDirectory() as path:
-        # The ranks end by themselves, unless one holds the GIL.
-        print_of(lambda: bare_fault.run(file, name, *modes), 90, {"TORCH_FR_BUFFER_SIZE": "2000", "FR_FOLDER": path})
+
+        def run() -> None:
+            os.environ.update(TORCH_FR_BUFFER_SIZE="2000", FR_FOLDER=path)
+            bare_fault.run(file, name, "leave", *(("healthy",) if healthy else ()))
+
+        run_forked(run, 90)  # the ranks end by themselves, unless one holds the GIL
         return [{**answer, "healthy": healthy} for answer in list_answers(file, name, n, Path(path))]
 
 

@@ -21,7 +21,6 @@ from pytest_nsa.evidence.board import Collective, make_board
 from pytest_nsa.evidence.source import LOCATION, Sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
-from pytest_nsa.foreign.dumps import name_of_op
 from pytest_nsa.foreign.values import ForeignCall, ForeignJob, ForeignRank
 from pytest_nsa.wire.messages import Job
 
@@ -273,8 +272,6 @@ def _rank(number: int, values: ForeignRank, groups: dict[str, tuple[int, ...]], 
 def _collective(index: int, call: ForeignCall, payloads: Payloads, *, is_done: bool, size: int) -> Collective:
     own = call.dtype, call.count
     dtype, count = own if call.dtype else payloads.get((call.group, call.number, call.op), own)
-    if call.op == name_of_op("alltoall"):  # each rank may give another number of rows, and no recorder has the splits
-        count = 0
     return Collective(
         index=index, op=call.op, group=call.group, sequence=call.number, dtype=dtype, count=count, site=_where(call),
         step=0, phase="", peer=call.peer, size=size, entered=call.created or float(index + 1), left=1.0 if is_done else 0.0,

@@ -97,7 +97,7 @@ def add_dump(job: ForeignJob, number: int, dump: dict[str, Any]) -> None:
 
 
 def complete_met_calls(job: ForeignJob) -> None:
-    """Mark calls as complete that every rank has begun that they need, and of which no recorder notes the end."""
+    """Mark a call as complete where its recorder notes no end and every rank that it needs has begun it."""
     messages, begun = Counter[tuple[int, str, str, int]](), dict[tuple[str, int], set[int]]()
     open_ended = [
         (r, values, i, c) for r, values in job.ranks.items() for i, c in enumerate(values.calls) if not c.has_end

@@ -11,8 +11,7 @@ import functools
 import importlib
 import inspect
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -81,19 +80,19 @@ pytestmark = pytest.mark.timeout(A_SESSION_S + 60)  # the first test of each way
 
 
 def run_programs(
-    folder: Path, way: Way, names: Mapping[str, Sequence[str]], *arguments: str, workers: int, timeout: float
+    folder: Path, way: Way, programs: Sequence[tuple[str, str]], *arguments: str, workers: int, timeout: float
 ) -> ExampleResult:
-    """Run the tests ``names`` of files in ``folder``, in one session with at most ``workers`` of xdist."""
-    is_healthy, tests = way.function == AS_HEALTHY.function, []
-    for file, of_file in names.items():
-        copied = f"test_{file}.py" if is_healthy else f"{PLANTED}_{file}.py"
+    """Run ``programs``, as (file, test), in ``folder``, in one session with at most ``workers`` of xdist."""
+    is_healthy = way.function == AS_HEALTHY.function
+    copies = {file: f"test_{file}.py" if is_healthy else f"{PLANTED}_{file}.py" for file, _ in programs}
+    for file, copied in copies.items():
         shutil.copy(HERE / f"{file}.py" if is_healthy else HERE / "programs" / f"{file}.py", folder / copied)
-        tests += [f"{copied}::{name}" for name in of_file]
     (folder / "conftest.py").write_text(way.conftest)
     options = (*way.options, "ranks_check_divergence=true", f"pythonpath={ROOT}")
     words = [word for option in options for word in ("-o", option)]
     # A worker takes as much time to start as a test or two to run.
-    spread = ("-p", "xdist", "-n", str(min(workers, len(tests) // 2))) if len(tests) > 3 else ()
+    spread = ("-p", "xdist", "-n", str(min(workers, len(programs) // 2))) if len(programs) > 3 else ()
+    tests = (f"{copies[file]}::{name}" for file, name in programs)
     return run_folder(folder, *spread, *words, *arguments, *tests, timeout=timeout)
 
 
@@ -108,15 +107,14 @@ def run_all(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     @functools.cache
     def run(way: Way) -> ExampleResult:
         calls = [i.callspec.params for i in request.session.items if getattr(i, "originalname", "") == way.function]  # type: ignore[attr-defined]
-        names = defaultdict(list)
-        for params in calls:
-            names[params["file"]].append(params["name"])
+        programs = [(params["file"], params["name"]) for params in calls]
         folder = tmp_path_factory.mktemp(way.function)
         is_healthy = way is AS_HEALTHY
         asking = replace(way, conftest=questions.CONFTEST) if is_healthy and is_recorded else way
         arguments = ("--ranks-keep", "all", *(("--ranks-rerun", "all") if is_recorded and not is_healthy else ()))
-        result = run_programs(folder, asking, names, *arguments, workers=way.workers, timeout=A_SESSION_S)
-        for file, of_file in names.items() if is_healthy and is_recorded else ():
+        result = run_programs(folder, asking, programs, *arguments, workers=way.workers, timeout=A_SESSION_S)
+        for file in dict.fromkeys(file for file, _ in programs) if is_healthy and is_recorded else ():
+            of_file = [name for of, name in programs if of == file]
             assert of_file == healthy_tests(file), "a module is recorded as a whole: -m 'slow or not slow'"
             assert result.run is not None
             record_healthy(result.run, folder, file, of_file, questions.FOLDER)

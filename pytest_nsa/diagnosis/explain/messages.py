@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +31,11 @@ def get_line(call: Collective) -> Line:
     with different roles may call it from different lines.
     """
     return call.is_send, call.library or (call.site,)
+
+
+def list_halves(calls: Iterable[Collective], call: Collective, waiter: int) -> list[Collective]:
+    """Return the calls of the awaited rank that could be the other half of the message ``call`` of the rank ``waiter``."""
+    return [c for c in calls if c.peer in (waiter, ANY) and c.is_send != call.is_send and not c.dropped]
 
 
 def is_collective(call: Collective) -> bool:
@@ -169,11 +174,7 @@ class Owed:
     @cached_property
     def answers(self) -> list[Collective]:
         """The matching calls that the peer made for the waiter before."""
-        return [
-            c
-            for c in self.peers_calls
-            if c.peer in (self.waiter, ANY) and c.is_send != self.call.is_send and not c.dropped
-        ]
+        return list_halves(self.peers_calls, self.call, self.waiter)
 
     def bits_of_answer(self) -> float:
         """Return the surprise of the peer's next answer, if it had made one in place of the call that it waits in."""

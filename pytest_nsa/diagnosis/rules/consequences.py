@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pytest_nsa.diagnosis.explain.messages import ended
+from pytest_nsa.diagnosis.explain.messages import ended, list_halves
 from pytest_nsa.diagnosis.explain.program import Order, compare, find_position
 from pytest_nsa.diagnosis.facts import awaited, exception_fact
 from pytest_nsa.diagnosis.rules.absence import find_absence
@@ -92,7 +92,7 @@ def _passed(
         return _Passed.YES if is_in_body else _Passed.NO
     line, is_of_this_round = find_position(waiter, call), True
     if call.peer != -1:  # where the rank made the other half in an earlier round, by this round's counters
-        halves = [c for c in rank.collectives if c.peer == waiter.rank and c.is_send != call.is_send]
+        halves = list_halves(rank.collectives, call, waiter.rank)
         if not halves:
             return _Passed.NO
         line = find_position(rank, replace(halves[-1], left=0.0))

@@ -181,10 +181,11 @@ def _wrong_splits(
 
 
 Calls = Mapping[int, Collective]  # by rank, the calls of one place or of one message
-# Their lists of tensors may differ in size between ranks.
+# Their lists of tensors, or rows, may differ in size between ranks.
 _UNEVEN = (
     "reduce_scatter",
     "alltoall",
+    "all_to_all",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "all_gather_single_coalesced",
