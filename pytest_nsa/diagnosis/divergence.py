@@ -12,7 +12,7 @@ from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Label, Verdict
 from pytest_nsa.evidence.source import LOCATION, is_below
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
-from pytest_nsa.flow.first import FirstDivergence, find_first, find_other_values
+from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_other_values, find_owed
 from pytest_nsa.flow.read import FILE, read_flow
 from pytest_nsa.flow.reasons import LEFT
 
@@ -26,22 +26,19 @@ _EXCEPTIONS = ("rank_exception", "assertion")
 LIKELY = 0.8  # that the ranks which the second run shows are to blame, where no majority did otherwise
 
 
-def find_divergence(
-    evidence: Evidence, odd: Sequence[int] = (), *, below: Path | None = None
-) -> FirstDivergence | None:
-    """Return where the ranks of a run parted first; None where they did not, or where it cannot be seen.
+def find_divergence(evidence: Evidence, verdict: Verdict, *, below: Path | None = None) -> FirstDivergence | None:
+    """Return where the ranks of a run with a verdict parted first; None where they did not, or where it cannot be seen.
 
-    ``odd`` are the ranks with other parameters than the others, where the run ended with all calls made. Only sources ``below`` a
-    folder are read (None: any).
+    Only sources ``below`` a folder are read (None: any).
     """
     try:
-        found = _find(evidence, odd, below)
+        found = _find(evidence, verdict, below)
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
         return None  # a log that its recorder did not write so: a folder is untrusted
     return found and found.below(evidence.job.root)
 
 
-def _find(evidence: Evidence, odd: Sequence[int], below: Path | None) -> FirstDivergence | None:
+def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDivergence | None:
     read = [read_flow(rank.folder / FILE, rank.rank) for rank in evidence.ranks]
     flows = [flow for flow in read if flow is not None]
     if len(flows) < 2:
@@ -49,19 +46,23 @@ def _find(evidence: Evidence, odd: Sequence[int], below: Path | None) -> FirstDi
     if below is not None:
         for frame in (frame for flow in flows for frame in flow.frames.values()):
             frame.file = frame.file if is_below(frame.file, below) else ""
-    if odd:
-        present = {flow.rank for flow in flows}
-        return find_other_values(flows, evidence.members, [rank for rank in odd if rank in present])
+    present = [rank for rank in verdict.ranks if rank in {flow.rank for flow in flows}]
+    if verdict.cause == "silent_divergence":
+        return find_other_values(flows, evidence.members, present)
     waiting = [rank for rank in evidence.ranks if not rank.finished]
     blocked = [rank.board.blocked for rank in waiting if rank.board is not None]
     kinds = COLLECTIVES
     kinds |= KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset()
     kinds |= MESSAGES if any(call is not None and call.peer >= 0 for call in blocked) else frozenset()
-    return find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
-
-
-def _odd(verdict: Verdict) -> tuple[int, ...]:
-    return verdict.ranks if verdict.cause == "silent_divergence" else ()
+    found = find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
+    if kinds != COLLECTIVES and (found is None or found.is_by_rank):  # who sends and who receives part by right
+        in_message = {
+            r.rank for r in waiting if r.waits_for_a_key or (r.board and r.board.blocked and r.board.blocked.peer >= 0)
+        }
+        calls = ((flow.rank, of[-1]) for flow in flows for of in flow.calls.values() if of and flow.rank in in_message)
+        awaited = [(rank, call) for rank, call in calls if call.kind in MESSAGES | {"wait"}]
+        found = find_owed(flows, evidence.members, awaited, verdict.ranks) or found
+    return found or find_last_decision(flows, evidence.members, present)
 
 
 def _stuck(evidence: Evidence) -> list[Sequence[int]]:
@@ -79,7 +80,7 @@ def add_divergence(verdict: Verdict, evidence: Evidence, *, below: Path | None =
 
     Only sources ``below`` a folder are read (None: any).
     """
-    found = find_divergence(evidence, _odd(verdict), below=below) if verdict.failed else None
+    found = find_divergence(evidence, verdict, below=below) if verdict.failed else None
     return verdict if found is None else with_divergence(verdict, found, is_same=True)
 
 
@@ -89,7 +90,7 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
         return _with_fact(
             verdict, "the second run passed: the failure depends on timing, or on what an earlier test left"
         )
-    found = find_divergence(second, _odd(again))
+    found = find_divergence(second, again)
     is_same = _ends(first) == _ends(second)
     if found is None:
         if not is_same:
@@ -204,6 +205,12 @@ def _labels(found: FirstDivergence) -> tuple[Label, ...]:
         text = _DOES.get(outcome, outcome) + (f": {shown}" if shown else "")
         alike = tuple(sorted((*ranks, *found.others.get(outcome, ()))))
         sides.append(Label(file=at["file"], line=int(at["line"]), ranks=alike, text=text))
+    if found.outcome_before:
+        shown = ", ".join(f"{name} = {text}" for name, text in found.values_before.items())
+        text = f"its round before {_DOES.get(found.outcome_before, found.outcome_before)}" + (
+            f": {shown}" if shown else ""
+        )
+        sides.append(Label(file=at["file"], line=int(at["line"]), ranks=sides[0].ranks, text=text))
     return tuple(sides)
 
 

@@ -64,7 +64,8 @@ class Pair:
 
     ``kinds`` are those of the calls that must match: `COLLECTIVES`, where a rank waits for a message also `MESSAGES`, and for a key
     of a store also `KEYS` (setting one and waiting for one, of names that differ in numbers alone). With ``notes_all``, ``noted``
-    has each difference that changed no call: of control flow, and of values that a statement sets.
+    has each difference that changed no call: of control flow, and of values that a statement sets. With ``is_owed`` the calls of
+    which it returns true must match, whoever they concern, and no others.
     """
 
     one: Flow
@@ -73,12 +74,13 @@ class Pair:
     kinds: frozenset[str] = COLLECTIVES
     notes_all: bool = False
     noted: list[Parting] = field(default_factory=list)
+    is_owed: Callable[[Call], bool] | None = None
 
     def part(self) -> Parting | None:
         """Return where they part; None where they do not, or where it cannot be seen."""
         for mine, others in _matched(self.one.roots, self.other.roots):
             for a, b in zip(mine, others, strict=False):
-                found = self._frames(a, b, 0)
+                found = self.part_frames(a, b)
                 if found is not None:
                     return found
         return None
@@ -89,11 +91,13 @@ class Pair:
 
     def get_key(self, flow: Flow, call: Call) -> Key | None:
         """Return what must be equal of a call; None of one that does not concern the other rank."""
+        if self.is_owed is not None:
+            return ("owed",) if self.is_owed(call) else None
         other = self.other.rank if flow is self.one else self.one.rank
         if call.kind not in self.kinds:
             return None
         if call.kind in KEYS:
-            return ("key", _NUMBERS.sub("#", call.key))
+            return ("key", name_key(call))
         if call.kind in MESSAGES:
             return ("message", call.note) if call.peer == other else None
         group = self.members(call.group)
@@ -116,14 +120,14 @@ class Pair:
     def _concerning(self, flow: Flow, calls: Sequence[Call]) -> list[Call]:
         return [call for call in calls if self.get_key(flow, call) is not None]
 
-    def _frames(self, a: Frame, b: Frame, depth: int) -> Parting | None:
-        """Return where the ranks part in two frames of one function."""
+    def part_frames(self, a: Frame, b: Frame, begin: tuple[int, int] = (0, 0), depth: int = 0) -> Parting | None:
+        """Return where the ranks part in two frames of one function, from the lines of two indices on."""
         if a.function != b.function or depth > DEEPEST:
             return None
         source = read_source(a.file)
         mine = [source.statement(line) for line in a.lines]
         others = [source.statement(line) for line in b.lines]
-        i = j = 0
+        i, j = begin
         while True:
             here, there = _statement(a, mine, i), _statement(b, others, j)
             if (here is None and there is None) or here == END == there:
@@ -165,12 +169,19 @@ class Pair:
         found = self._callees(a, i, b, j, depth)
         if raises and different is None and (found is None or (found.kind == "callee" and found.frames[0] is a)):
             return self._parting(read_source(a.file), a, i, b, j)
+        calls = (
+            (self._call(self.one, a, i, different), self._call(self.other, b, j, different))
+            if different is not None else None
+        )  # fmt: skip
+        is_callee = found is not None and found.kind == "callee" and found.frames[0] is a
+        if (
+            calls is not None and is_callee and {call.kind for call in calls} == MESSAGES
+        ):  # who sends calls other functions
+            return Parting("argument", (a, b), (i, j), calls)
         if found is not None or mine == others:
             return found
-        if different is not None:
-            calls = self._call(self.one, a, i, different), self._call(self.other, b, j, different)
-            if (calls[0].place, calls[1].place) == ((a.number, i), (b.number, j)):  # else frames below have begun them
-                return Parting("argument", (a, b), (i, j), calls)
+        if calls is not None and (calls[0].place, calls[1].place) == ((a.number, i), (b.number, j)):
+            return Parting("argument", (a, b), (i, j), calls)  # else frames below have begun them
         if raises:
             return self._parting(read_source(a.file), a, i, b, j)
         begun = [len([c for c in f.calls.get(k, ()) if c.place == (f.number, k)]) for f, k in ((a, i), (b, j))]
@@ -197,7 +208,7 @@ class Pair:
         for tag, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a_names, b_names, autojunk=False).get_opcodes():
             if tag == "equal":
                 for x, y in zip(mine[a0:a1], others[b0:b1], strict=True):
-                    found = self._frames(x, y, depth + 1)
+                    found = self.part_frames(x, y, depth=depth + 1)
                     if found is not None:
                         return found
                     if self.notes_all:
@@ -215,7 +226,7 @@ class Pair:
     def _are_roles(self, a: Frame, i: int, b: Frame, j: int) -> bool:
         """Return whether ranks that do not meet again have different parts: each began calls, and those of both fit so far."""
         mine, others = self._list_calls_after(self.one, a, i), self._list_calls_after(self.other, b, j)
-        if min(len(mine), len(others)) < 2:
+        if min(len(mine), len(others)) < 2 or self.is_owed is not None:
             return False
         mine, others = ([c for c in calls if c.kind in COLLECTIVES] for calls in (mine, others))
         return self.shared(self.one, mine) == self.shared(self.other, others)
@@ -280,6 +291,11 @@ class Pair:
         pairs = zip(map(source.statement, x.lines), map(source.statement, y.lines), strict=False)
         same = next((k for k, (here, there) in enumerate(pairs) if here != there), min(len(x.lines), len(y.lines)))
         return self._parting(source, x, same - 1, y, same - 1) if same > 0 and len(x.lines) != len(y.lines) else None
+
+
+def name_key(call: Call) -> str:
+    """Return the key of a store with its numbers replaced: what keys of different rounds and ranks have in common."""
+    return _NUMBERS.sub("#", call.key)
 
 
 def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Frame, int]:

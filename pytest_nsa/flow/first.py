@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pytest_nsa.flow.align import COLLECTIVES, Pair, Parting
+from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, name_key
 from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_library, place, side, trace_back
+from pytest_nsa.flow.rounds import find_in_rounds
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
 _EXCLUDES = re.compile(r"!=|\bnot\b")
 MAIN = 0  # the number of the thread in which the recording began
-Members = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class FirstDivergence:
     the ranks that begin calls in the statement, not behind it. ``then`` has by rank what follows: the place, and 'begins OP' or
     'raises ERROR'. ``raised_before`` are the ranks that had raised before their first other call,
     or in another thread. ``others`` has ranks that no call there concerns, by the outcome that they had in the same execution.
+    ``outcome_before`` and ``values_before``: what the rank did in the round before, where it is compared with itself.
     """
 
     kind: str
@@ -44,6 +46,19 @@ class FirstDivergence:
     then: dict[int, tuple[str, str]] = field(default_factory=dict)
     raised_before: tuple[int, ...] = ()
     others: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    outcome_before: str = ""
+    values_before: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_by_rank(self) -> bool:
+        """Whether ranks part by a value that follows from their numbers."""
+        return any(map(RANK.search, self.values)) or any(step.by_right == BY_RANK for step in self.because)
+
+    @property
+    def is_by_role(self) -> bool:
+        """Whether ranks part by their numbers themselves, or by a flag that these set: each has a part in the program."""
+        is_flag = all(RANK.search(step.name) or set(step.values) <= {"True", "False"} for step in self.because)
+        return is_flag and self.is_by_rank
 
     @property
     def unlike_others(self) -> tuple[int, ...]:
@@ -70,11 +85,9 @@ class FirstDivergence:
 
         A statement that excludes ranks (``!=``, ``not``) selects none.
         """
-        is_flag = all(RANK.search(step.name) or set(step.values) <= {"True", "False"} for step in self.because)
-        is_by_rank = is_flag and any(step.by_right == BY_RANK for step in self.because)
         is_part = len(self.inside) < sum(map(len, self.outcomes.values()))
         excludes = _EXCLUDES.search(self.statement) is not None
-        is_role = is_by_rank and is_part and not excludes and self.kind in ("branch", "callee")
+        is_role = self.is_by_role and is_part and not excludes and self.kind in ("branch", "callee")
         return self.inside if is_role else ()
 
     def below(self, root: str) -> FirstDivergence:
@@ -107,6 +120,8 @@ class FirstDivergence:
             then={int(rank): (where, text) for rank, (where, text) in data.get("then", {}).items()},
             raised_before=tuple(data.get("raised_before", ())),
             others={name: tuple(ranks) for name, ranks in data.get("others", {}).items()},
+            outcome_before=str(data.get("outcome_before", "")),
+            values_before={str(name): str(text) for name, text in data.get("values_before", {}).items()},
         )
 
 
@@ -123,7 +138,7 @@ def find_first(
     for one, other in list(_pairs(sorted(by_rank), list(stuck)))[:MOST_PAIRS]:
         pair = Pair(by_rank[one], by_rank[other], members, kinds)
         parting = pair.part()
-        if parting is not None:
+        if parting is not None and not _is_in_role(parting, pair):
             found.append((parting, pair))
     if not found:
         return None
@@ -132,6 +147,106 @@ def find_first(
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
     described = _described(here, [pair for parting, pair in found if parting.statement != first])
     return described if described.exceptional else replace(described, others=_list_others(*here[0], by_rank, described))
+
+
+def _is_in_role(parting: Parting, pair: Pair) -> bool:
+    """Return whether ranks do other things by their numbers, and one has begun no call since: they may meet behind it."""
+    flows = pair.one, pair.other
+    is_by_rank = any(map(RANK.search, differing(parting, flows)))
+    return is_by_rank and any(
+        frame.is_open and not pair.shared(flow, frame.list_calls(at))
+        for flow, frame, at in zip(flows, parting.frames, parting.at, strict=True)
+    )
+
+
+def find_owed(
+    flows: Sequence[Flow], members: Members, awaited: Sequence[tuple[int, Call]], ranks: Sequence[int]
+) -> FirstDivergence | None:
+    """Return where one of ``ranks`` did not begin its half of a message, or did not set a key; None where it cannot be seen.
+
+    ``awaited`` has each rank that waits, and the call in which it does. The rank is compared with itself in the round before, and
+    with the others that made such calls more often.
+    """
+    for (waiting, call), flow in itertools.product(awaited, flows):
+        if flow.rank not in ranks or flow.rank == waiting or call.peer not in (-1, flow.rank):
+            continue
+        is_owed = functools.partial(_is_half, call, waiting)
+        made = [made for calls in flow.calls.values() for made in calls if is_owed(made)]
+        before = [c for c in made if c.kind not in KEYS or _read_numbers(c.key) < _read_numbers(call.key)]
+        in_rounds = find_in_rounds(flow, before[-1], is_owed, members) if before else None
+        if in_rounds is not None:
+            return _describe_rounds(*in_rounds)
+        found = []
+        for other in flows:
+            of_other = [c for calls in other.calls.values() for c in calls if is_owed(c)]
+            if other.rank not in (flow.rank, waiting) and len(of_other) > len(made):
+                pair = Pair(flow, other, members, is_owed=is_owed)
+                found.append((pair.part(), pair))
+        here = [(parting, pair) for parting, pair in found if parting is not None]
+        if here and len({parting.statement for parting, _ in here}) == 1 and len(here) == len(found):
+            described = _described(here, [])
+            return None if described.is_by_role else described
+    return None
+
+
+def _is_half(awaited: Call, waiting: int, call: Call) -> bool:
+    """Return whether a call is like the one that a waiting rank lacks: the other half of its message, or such a key."""
+    if awaited.kind in KEYS:
+        return call.kind == "set" and name_key(call) == name_key(awaited)
+    return call.kind in MESSAGES and call.kind != awaited.kind and call.peer == waiting
+
+
+def _read_numbers(key: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", key)]
+
+
+def _describe_rounds(parting: Parting, pair: Pair) -> FirstDivergence:
+    """Return where the later round of a rank parts from the one before."""
+    rank = pair.one.rank
+    found = _described([(parting, pair)], [])
+    values = differing(parting, (pair.one, pair.other))
+    return replace(
+        found,
+        outcomes={side(parting, 1): (rank,)},
+        inside=(),
+        then={},
+        values={name: {rank: texts[1]} for name, texts in values.items()},
+        outcome_before=side(parting, 0),
+        values_before={name: texts[0] for name, texts in values.items()},
+    )
+
+
+def find_last_decision(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:
+    """Return the last branch or loop in which ``odd`` ranks, which wait for no other, differ from all others, by their values.
+
+    None where others differ there, too, or where it is chosen by the number of the rank.
+    """
+    by_rank = {flow.rank: flow for flow in flows}
+    others = [rank for rank in sorted(by_rank) if rank not in odd]
+    if len(others) < 2 or not set(odd) <= by_rank.keys():
+        return None
+    by_right = _list_differing(by_rank, others, members)
+    for one in odd:
+        sides = [
+            [(p, pair) for p in _noted(pair) if p.kind in ("branch", "loop") and p.statement not in by_right]
+            for pair in (Pair(by_rank[one], by_rank[other], members, notes_all=True) for other in others)
+        ]
+        shared = set.intersection(*({p.statement for p, _ in of} for of in sides))
+        here = [next((f for f in reversed(of) if f[0].statement in shared), None) for of in sides]
+        last = [found for found in here if found is not None]
+        if last and len({p.statement for p, _ in last}) == 1:
+            described = _described(last, [])
+            return None if described.is_by_role else described
+    return None
+
+
+def _list_differing(by_rank: Mapping[int, Flow], ranks: Sequence[int], members: Members) -> set[object]:
+    """Return the statements in which two of some ranks differ."""
+    return {
+        parting.statement
+        for one, other in list(itertools.combinations(ranks, 2))[:MOST_PAIRS]
+        for parting in _noted(Pair(by_rank[one], by_rank[other], members, notes_all=True))
+    }
 
 
 def _list_others(
@@ -165,11 +280,7 @@ def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int
     others = [rank for rank in sorted(by_rank) if rank not in odd]
     if not others:  # two ranks, or no majority
         odd, others = odd[:1], list(odd[1:2])
-    by_right = {
-        parting.statement
-        for one, other in list(itertools.combinations(others, 2))[:MOST_PAIRS]
-        for parting in _noted(Pair(by_rank[one], by_rank[other], members, notes_all=True))
-    }
+    by_right = _list_differing(by_rank, others, members)
     for one in odd:
         for other in others:
             pair = Pair(by_rank[one], by_rank[other], members, notes_all=True)

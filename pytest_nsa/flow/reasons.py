@@ -56,12 +56,26 @@ class _Value:
 
 def differing(parting: Parting, flows: tuple[Flow, Flow]) -> dict[str, tuple[str, str]]:
     """Return the names that a statement reads and that differ, with the text of each on the two ranks."""
-    found = {}
+    found, places = {}, _list_evaluated(parting)
     for name in _names(parting.source.statement(parting.line)):
-        mine, others = (_value(of, f, at, name) for of, f, at in zip(flows, parting.frames, parting.at, strict=True))
+        mine, others = (_value(of, f, at, name) for of, f, at in zip(flows, parting.frames, places, strict=True))
         if mine is not None and others is not None and mine.text != others.text:
             found[name] = mine.text, others.text
     return found
+
+
+def _list_evaluated(parting: Parting) -> tuple[int, int]:
+    """Return the indices at which the statement's names were read: a for loop reads them as it begins."""
+    loop = parting.source.statement(parting.line)
+    if not isinstance(loop, ast.For | ast.AsyncFor):
+        return parting.at
+    first, last = loop.lineno, loop.end_lineno or loop.lineno
+    begins = []
+    for frame, begin in zip(parting.frames, parting.at, strict=True):
+        while begin > 0 and first <= frame.lines[begin - 1] <= last:
+            begin -= 1
+        begins.append(begin)
+    return begins[0], begins[1]
 
 
 def trace_back(parting: Parting, flows: tuple[Flow, Flow], list_earlier: Callable[[], Sequence[Parting]]) -> list[Step]:
@@ -73,7 +87,7 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow], list_earlier: Callabl
     list_earlier = functools.cache(list_earlier)
     found: list[Step] = []
     seen: set[tuple[str, str, int]] = set()
-    todo = [(parting.frames, parting.at, 0)]
+    todo = [(parting.frames, _list_evaluated(parting), 0)]
     while todo:
         frames, at, depth = todo.pop(0)
         if depth >= MOST_STEPS:
@@ -110,7 +124,7 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow], list_earlier: Callabl
                 values = tuple(_Value(f.returned, f, k, is_set=True) for f, k in zip(inside, at_next, strict=True))
                 found.append(_step(f"{inside[0].name}()", *values))
             todo.append((inside, at_next, depth + 1))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _touches(parting: Parting, name: str) -> bool:

@@ -26,9 +26,9 @@ from pytest_nsa.diagnosis.divergence import with_divergence
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.flow import read as reading
 from pytest_nsa.flow.align import COLLECTIVES, MESSAGES
-from pytest_nsa.flow.first import FirstDivergence, find_first
+from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_owed
 from pytest_nsa.flow.read import Flow, read_flow
-from tests_cpu.flow import programs
+from tests_cpu.flow import programs, roles
 
 RANKS = 3
 PROGRAMS = {
@@ -40,7 +40,7 @@ PARTING = [name for name in PROGRAMS if name not in FITTING]
 
 def record(program: Callable[..., None], folder: Path, rank: int, size: int = written.SIZE) -> Flow:
     """Run a program as a rank, with its control flow recorded; return what was recorded."""
-    add_user_file(programs.__file__)
+    add_user_file(inspect.getfile(program))
     path = folder / f"{program.__name__}{rank}.bin"
     recorder = FlowRecorder(path, size)
 
@@ -58,9 +58,10 @@ def _call_of(recorder: FlowRecorder) -> programs.Call:
     """Return a function that is no code of the program, as those of torch are none."""
     names: dict[str, programs.Call] = {}
     source = (
-        "def call(op, what='', **facts): begin({'kind': 'collective', 'op': op, 'group': '0', 'what': what} | facts)"
+        "def call(op, what='', **facts): stop() if op == 'stuck' else "
+        "begin({'kind': 'collective', 'op': op, 'group': '0', 'what': what} | facts)"
     )
-    exec(compile(source, "<call>", "exec"), {"begin": recorder.call}, names)
+    exec(compile(source, "<call>", "exec"), {"begin": recorder.call, "stop": recorder.stop}, names)
     return names["call"]
 
 
@@ -75,9 +76,8 @@ def test_the_statement_at_which_ranks_part(name: str, tmp_path: Path) -> None:
     found = first_of(name, tmp_path)
     assert found is not None
     lines, first = inspect.getsourcelines(PROGRAMS[name])
-    (marked,) = (first + n for n, line in enumerate(lines) if line.endswith("# HERE\n"))
     decided = [first + n for n, line in enumerate(lines) if line.endswith("# DECIDED\n")]
-    assert found.where.startswith(f"{programs.__file__}:{marked} in "), found
+    assert found.where.split()[0] == get_marked(PROGRAMS[name]), found
     assert sorted(rank for ranks in found.outcomes.values() for rank in ranks) == list(range(RANKS))
     assert len(found.exceptional) == 1
     assert set(decided) <= {int(step.where.partition(":")[2].partition(" ")[0] or 0) for step in found.because}
@@ -183,6 +183,54 @@ def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -
     found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
     assert (found.kind, set(found.values["tag"].values())) == ("argument", {"2", "3"})
     assert set(found.outcomes) == {"begins send (tag 2)", "begins recv (tag 3)"}
+
+
+def find_owed_by(program: Callable[..., None], rank: int, folder: Path) -> FirstDivergence | None:
+    """Return where a rank did not begin the call that the ranks wait for in their last one."""
+    flows = [record(program, folder, r) for r in range(4)]
+    awaited = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if flow.rank != rank and calls]
+    waiting = [(r, call) for r, call in awaited if call.kind in ("receive", "wait")]
+    return find_owed(flows, lambda group: range(4), waiting, [rank])
+
+
+@pytest.mark.parametrize(
+    ("program", "rank", "outcome", "before", "reason"),
+    [
+        (roles.publishes_not_every_version, 0, "true", "false", "norm"),
+        (roles.sends_no_part_of_a_layer, 1, "left the loop", "another pass", "owned()"),
+        (roles.sends_fewer_than_others, 3, "left the loop", "", "prompts"),
+    ],
+)
+def test_a_call_that_a_rank_owes(
+    program: Callable[..., None], rank: int, outcome: str, before: str, reason: str, tmp_path: Path
+) -> None:
+    found = find_owed_by(program, rank, tmp_path)
+    assert (found.outcomes[outcome], found.outcome_before) == ((rank,), before)
+    assert reason in {step.name for step in found.because}
+    assert get_marked(program) in {
+        found.where.split()[0],
+        *(step.where.split()[0] for step in found.because if step.where),
+    }
+
+
+def test_the_decision_that_led_to_a_wait_for_no_other_rank(tmp_path: Path) -> None:
+    program = roles.stops_before_a_thread_has_ended
+    flows = [record(program, tmp_path, rank) for rank in range(3)]
+    assert find_first(flows, lambda group: range(3)) is None
+    found = find_last_decision(flows, lambda group: range(3), [1])
+    assert (found.where.split()[0], found.outcomes["true"]) == (get_marked(program), (1,))
+
+
+def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: Path) -> None:
+    flows = [record(roles.waits_in_its_part, tmp_path, rank) for rank in range(3)]
+    assert find_first(flows, lambda group: range(3)) is None
+
+
+def get_marked(program: Callable[..., None]) -> str:
+    """Return the file and line of a program's marked statement."""
+    lines, first = inspect.getsourcelines(program)
+    (marked,) = (first + n for n, line in enumerate(lines) if line.endswith("# HERE\n"))
+    return f"{inspect.getfile(program)}:{marked}"
 
 
 def test_messages_that_fit_in_another_order(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Programs of ranks with different parts: they send, receive, set and await keys. No torch.
+
+``call`` begins a call; ``call("stuck")`` ends the recording of a rank that waits for no other. The statement to find ends in
+``# HERE``.
+"""
+
+from tests_cpu.flow.programs import Call
+
+
+def publishes_not_every_version(rank: int, call: Call) -> None:
+    for version in range(6):
+        if rank:
+            call("wait", kind="wait", key=f"weights/{version}")
+            if version == 3:
+                return
+            continue
+        norm = 9.0 if version == 3 else 1.0
+        if norm > 5.0:  # HERE
+            continue
+        call("set", kind="set", key=f"weights/{version}")
+    call("barrier")
+
+
+def sends_no_part_of_a_layer(rank: int, call: Call) -> None:
+    def owned(layer: int) -> range:
+        if rank == 1 and layer == 2:  # HERE
+            return range(0)
+        return range(2 + layer)
+
+    for layer in range(4):
+        for _row in owned(layer):
+            if rank == 0:
+                call("recv", kind="receive", peer=1)
+            elif rank == 1:
+                call("send", kind="send", peer=0)
+        if layer == 2:
+            call("stuck")
+
+
+def sends_fewer_than_others(rank: int, call: Call) -> None:
+    if rank == 0:
+        for part in range(9):
+            call("recv", kind="receive", peer=1 + part % 3)
+        return
+    prompts = [part for part in range(3) if (rank, part) != (3, 1)]
+    for _prompt in prompts:  # HERE
+        call("send", kind="send", peer=0)
+
+
+def stops_before_a_thread_has_ended(rank: int, call: Call) -> None:
+    for epoch in range(3):
+        total = 0
+        for _batch in range(4):
+            total += 9 if (rank, epoch) == (1, 1) else 1
+            if total > 8:  # HERE
+                break
+        call("stuck" if (rank, epoch) == (1, 1) else "join", kind="none")
+        call("all_reduce")
+
+
+def waits_in_its_part(rank: int, call: Call) -> None:
+    call("barrier")
+    if rank == 0:
+        call("stuck")
+        return
+    call("all_reduce")
