@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pytest_nsa.diagnosis.divergence import find_divergence  # noqa: E402
+from pytest_nsa.diagnosis.verdict import Verdict  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
+from pytest_nsa.report.run import read_verdict  # noqa: E402
 
 HEAD = """
 import threading
@@ -143,6 +145,12 @@ def score(folder: Path, file: str, verdict: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read(folder: Path) -> Verdict:
+    verdict = read_verdict(folder)
+    assert verdict is not None
+    return verdict
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = parser_of(__doc__)
@@ -163,7 +171,8 @@ def main() -> None:
         results["faults"] = {file: score(Path(name) / "faults", file, v) for file, v in sorted(faults.items())}
         healthy = run(Path(name) / "healthy", "--ranks-rerun", "off", NSA_TRACE_FLOW="1")
         latest = Path(name) / "healthy" / "artifacts" / "latest"
-        claimed = [f for f, v in healthy.items() if find_divergence(load(latest / v["folder"])) is not None]
+        folders = {file: latest / verdict["folder"] for file, verdict in healthy.items()}
+        claimed = [f for f, folder in folders.items() if find_divergence(load(folder), _read(folder)) is not None]
         results["healthy"] = {
             "programs": len(healthy),
             "passed": sum(v["outcome"] == "PASS" for v in healthy.values()),

@@ -18,8 +18,11 @@ from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.flow.read import FILE
+from pytest_nsa.observe.conclude import make_verdict
 from pytest_nsa.observe.launched import LaunchedJob
 from pytest_nsa.observe.observer import Observer
+from pytest_nsa.report.divergence import describe_causes, read_divergence
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_verdict
 from pytest_nsa.report.terminal import number_ranks
@@ -94,6 +97,7 @@ class Watcher:
         self._observer: Observer | None = None
         self._is_own: dict[int, bool] = {}  # by rank that was seen alive: whether its process is this user's
         self._printed: object = None  # the finding that `lines` returned last
+        self._diverged: list[str] = []  # where its ranks parted
 
     @property
     def observer(self) -> Observer:
@@ -163,8 +167,25 @@ class Watcher:
             shown.append(f"{kind}: {found.cause} on {who}{at}{sure}: {found.reason}")
             if advice := found.advice or (self.recorded is None and CAUSES[found.cause].advice):
                 shown.append(f"do: {advice}")
+            if is_new:
+                self._diverged = self._describe_divergence()
+            shown += self._diverged
         unread = self.observer.unread
         return [visible(line) for line in ([*shown, f"not read: {unread}"] if unread else shown)]
+
+    def _describe_divergence(self) -> list[str]:
+        """Return where the ranks parted, and by which values, if their control flow is recorded (NSA_TRACE_FLOW=1)."""
+        if not any(self.folder.glob(f"rank*/{FILE}")):
+            return []
+        verdict = make_verdict(self._load(), again=True)
+        found = read_divergence(verdict)
+        if found is None:
+            return []
+        sides = "; ".join(
+            f"{text} on {describe_ranks(ranks, verdict.world_size)}" for text, ranks in found.outcomes.items()
+        )
+        causes = (line.strip() for line in describe_causes(verdict))
+        return [f"diverged at {found.where}: `{found.statement}`; {sides}", *causes]
 
     def close(self) -> None:
         """Remove the folder of what was observed of another user's job."""

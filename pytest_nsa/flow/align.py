@@ -65,7 +65,7 @@ class Pair:
     ``kinds`` are those of the calls that must match: `COLLECTIVES`, where a rank waits for a message also `MESSAGES`, and for a key
     of a store also `KEYS` (setting one and waiting for one, of names that differ in numbers alone). With ``notes_all``, ``noted``
     has each difference that changed no call: of control flow, and of values that a statement sets. With ``is_owed`` the calls of
-    which it returns true must match, whoever they concern, and no others.
+    which it returns true must match, and no others.
     """
 
     one: Flow

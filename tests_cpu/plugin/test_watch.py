@@ -40,6 +40,7 @@ for step in range(200):
         if fault == "sleeps": time.sleep(1000)
         if fault == "dies": os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raises": raise ValueError("bad sample")
+        if fault == "calls": dist.barrier()
     if step == 20 and sys.argv[1] == "crossed": dist.recv(torch.ones(1), 1 - rank)
     model(torch.randn(4, 8)).sum().backward()
 dist.destroy_process_group()
@@ -169,6 +170,18 @@ def test_ranks_that_end_no_wait_are_named(
         assert found.ends_the_test
         counted = [json.loads((folder / "run" / f"rank{rank}" / "counters.json").read_text()) for rank in ranks]
         assert [of["frames"][-1]["counters"] for of in counted] == [{"step": 20}, {"step": 20}]
+
+
+def test_the_statement_at_which_recorded_ranks_part(
+    folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_TRACE_FLOW", "1")
+    start("calls")
+    wait_for_files(folder, lambda files: len(files) == 2)
+    watcher = Watcher(folder / "run")
+    follow(watcher)
+    (line,) = (line for line in watcher.lines() if line.startswith("diverged at "))
+    assert line.startswith("diverged at training.py:10 in <module>: `if step == 20 and rank == 1:`; ")
 
 
 AT_EXIT = """

@@ -137,11 +137,10 @@ class FlowRecorder:
             )
 
     def _write_code(self, code: Code) -> None:
-        of = code.code
+        of, file = code.code, code.code.co_filename
+        file = os.path.abspath(file) if file.endswith(".py") else file  # a script has the path by which it was started
         # Two lambdas of a line differ in their code alone.
-        self.log.text(
-            CODE, code.number, f"{of.co_filename}\0{of.co_name}\0{of.co_firstlineno}\0{zlib.crc32(of.co_code)}"
-        )
+        self.log.text(CODE, code.number, f"{file}\0{of.co_name}\0{of.co_firstlineno}\0{zlib.crc32(of.co_code)}")
 
     def find_code(self, code: CodeType) -> Code | None:
         """Return what is known of a code object; None where it is not the program's."""
