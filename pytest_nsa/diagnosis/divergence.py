@@ -207,9 +207,8 @@ def _labels(found: FirstDivergence) -> tuple[Label, ...]:
         sides.append(Label(file=at["file"], line=int(at["line"]), ranks=alike, text=text))
     if found.outcome_before:
         shown = ", ".join(f"{name} = {text}" for name, text in found.values_before.items())
-        text = f"its round before {_DOES.get(found.outcome_before, found.outcome_before)}" + (
-            f": {shown}" if shown else ""
-        )
+        does = _DOES.get(found.outcome_before, found.outcome_before)
+        text = f"{does} in its round before" + (f": {shown}" if shown else "")
         sides.append(Label(file=at["file"], line=int(at["line"]), ranks=sides[0].ranks, text=text))
     return tuple(sides)
 

@@ -165,7 +165,8 @@ def _behind(job: ForeignJob, evidence: Evidence) -> Finding | None:
     """Find the ranks that have completed the fewest calls in each of their groups, and fewer than another rank in one.
 
     A call completes on a rank when every member has begun it. So a rank that is behind another waits for none that is ahead.
-    Groups with messages are skipped: their counters also count sends and receives.
+    Groups with messages are skipped: their counters also count sends and receives. Where no call is pending no rank waits: the
+    dumps are of different moments.
     """
     pairs = {c.group for v in job.ranks.values() for c in v.calls if c.peer != -1}
     by_group: dict[str, dict[int, int]] = {}
@@ -176,7 +177,7 @@ def _behind(job: ForeignJob, evidence: Evidence) -> Finding | None:
     lowest = {r for of in by_group.values() for r, n in of.items() if n < max(of.values())}
     ahead = {r for of in by_group.values() for r, n in of.items() if n > min(of.values())}
     found = sorted(lowest - ahead)
-    if not found or 2 * len(found) > len(evidence.ranks):
+    if not found or 2 * len(found) > len(evidence.ranks) or not any(v.has_pending for v in job.ranks.values()):
         return None
     group, of = next((g, of) for g, of in by_group.items() if found[0] in of and of[found[0]] < max(of.values()))
     who = describe_ranks(tuple(found), evidence.job.world_size)
