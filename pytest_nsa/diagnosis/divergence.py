@@ -50,19 +50,27 @@ def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDive
     if verdict.cause == "silent_divergence":
         return find_other_values(flows, evidence.members, present)
     waiting = [rank for rank in evidence.ranks if not rank.finished]
-    blocked = [rank.board.blocked for rank in waiting if rank.board is not None]
     kinds = COLLECTIVES
     kinds |= KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset()
-    kinds |= MESSAGES if any(call is not None and call.peer >= 0 for call in blocked) else frozenset()
+    kinds |= MESSAGES if any(map(_is_in_message, waiting)) else frozenset()
     found = find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
     if kinds != COLLECTIVES and (found is None or found.is_by_rank):  # who sends and who receives part by right
-        in_message = {
-            r.rank for r in waiting if r.waits_for_a_key or (r.board and r.board.blocked and r.board.blocked.peer >= 0)
-        }
-        calls = ((flow.rank, of[-1]) for flow in flows for of in flow.calls.values() if of and flow.rank in in_message)
-        awaited = [(rank, call) for rank, call in calls if call.kind in MESSAGES | {"wait"}]
+        for_one = {rank.rank for rank in waiting if rank.waits_for_a_key or _is_in_message(rank)}
+        latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
+        awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         found = find_owed(flows, evidence.members, awaited, verdict.ranks) or found
-    return found or find_last_decision(flows, evidence.members, present)
+    is_known = verdict.outcome == "HANG" and not _is_open(verdict) and verdict.cause not in _EXCEPTIONS
+    return found if found is not None or not is_known else find_last_decision(flows, evidence.members, present)
+
+
+def _is_in_message(rank: RankEvidence) -> bool:
+    call = rank.board.blocked if rank.board is not None else None
+    return call is not None and call.peer >= 0
+
+
+def _is_open(verdict: Verdict) -> bool:
+    """Return whether the rules chose a verdict by weights, or have none."""
+    return verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN
 
 
 def _stuck(evidence: Evidence) -> list[Sequence[int]]:
@@ -116,8 +124,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     either = parted if verdict.confidence < SURE and not {*parted} & {*verdict.ranks} else ()
     to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own or either
     raised_later = _raised_later(verdict, found, to_blame)
-    is_open = verdict.rule.startswith(BY_WEIGHTS) or verdict.cause == UNKNOWN or raised_later
-    if not is_open or not found.is_alone or not to_blame:
+    if not (_is_open(verdict) or raised_later) or not found.is_alone or not to_blame:
         return changed
     is_known = is_same and bool(found.exceptional)
     return replace(

@@ -17,6 +17,7 @@ from pytest_nsa.flow.rounds import find_in_rounds
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
+MOST_OTHERS = 4  # ranks with which one is compared, as each difference of two counts
 _EXCLUDES = re.compile(r"!=|\bnot\b")
 MAIN = 0  # the number of the thread in which the recording began
 
@@ -222,7 +223,7 @@ def find_last_decision(flows: Sequence[Flow], members: Members, odd: Sequence[in
     None where others differ there, too, or where it is chosen by the number of the rank.
     """
     by_rank = {flow.rank: flow for flow in flows}
-    others = [rank for rank in sorted(by_rank) if rank not in odd]
+    others = [rank for rank in sorted(by_rank) if rank not in odd][:MOST_OTHERS]
     if len(others) < 2 or not set(odd) <= by_rank.keys():
         return None
     by_right = _list_differing(by_rank, others, members)
