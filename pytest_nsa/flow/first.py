@@ -220,7 +220,7 @@ def _describe_rounds(parting: Parting, pair: Pair) -> FirstDivergence:
 def find_last_decision(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:
     """Return the last branch or loop in which ``odd`` ranks, which wait for no other, differ from all others, by their values.
 
-    None where others differ there, too, or where it is chosen by the number of the rank.
+    None where others differ there, too, or where it is chosen by the number of the rank. It explains a verdict and changes none.
     """
     by_rank = {flow.rank: flow for flow in flows}
     others = [rank for rank in sorted(by_rank) if rank not in odd][:MOST_OTHERS]
@@ -237,7 +237,7 @@ def find_last_decision(flows: Sequence[Flow], members: Members, odd: Sequence[in
         last = [found for found in here if found is not None]
         if last and len({p.statement for p, _ in last}) == 1:
             described = _described(last, [])
-            return None if described.is_by_role else described
+            return None if described.is_by_role else replace(described, is_alone=False)
     return None
 
 
