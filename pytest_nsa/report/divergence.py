@@ -39,13 +39,18 @@ def divergence_table(verdict: Verdict) -> Markup | None:
     found = read_divergence(verdict)
     if found is None or not (found.because or len(found.values) > 1):
         return None  # the labels have all of it
-    sides = list(found.outcomes.items())
-    head = tag(
-        "tr", tag("td"), *(tag("th", describe_ranks(ranks, verdict.world_size), scope="col") for _, ranks in sides)
-    )
-    rows = [tag("tr", tag("th", "did", scope="row"), *(tag("td", outcome) for outcome, _ in sides))]
-    for name, of in found.values.items():
-        cells = (tag("td", tag("code", _value(of, ranks))) for _, ranks in sides)
+    # A column for each side: its head, what it did, and its values.
+    sides = [
+        (describe_ranks(ranks, verdict.world_size), outcome, {name: _value(of, ranks) for name, of in found.values.items()})
+        for outcome, ranks in found.outcomes.items()
+    ]  # fmt: skip
+    if found.outcome_before:
+        shown = {name: _shorten(text) for name, text in found.values_before.items()}
+        sides.append(("in its round before", found.outcome_before, shown))
+    head = tag("tr", tag("td"), *(tag("th", who, scope="col") for who, _, _ in sides))
+    rows = [tag("tr", tag("th", "did", scope="row"), *(tag("td", outcome) for _, outcome, _ in sides))]
+    for name in found.values:
+        cells = (tag("td", tag("code", of.get(name, ""))) for _, _, of in sides)
         rows.append(tag("tr", tag("th", tag("code", name), scope="row"), *cells))
     steps = [
         tag("li", tag("code", step.name), f" {step.verb} at ", tag("code", step.where), ": ", tag("code", step.statement))
