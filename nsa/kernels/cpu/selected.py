@@ -82,7 +82,7 @@ class Chunk:
             yield self.first + whole, tokens - whole, tokens - whole
 
     def sequences(self, z: Work, first: int, tokens: int, length: int, **parts: torch.Tensor) -> Work:
-        """Tokens of the group as a batch of sequences; ``parts`` [n_parts, ...] take what they write, by its name."""
+        """Tokens of the group as a batch of sequences; ``parts``, of the chunk's queries, take what they write, by its name."""
         h, group = z.q.shape[3], self.b * z.q.shape[1] + self.g
 
         def others(x: torch.Tensor) -> torch.Tensor:
@@ -90,8 +90,7 @@ class Chunk:
             return x[group].narrow(0, first * heads, tokens * heads).unflatten(0, (-1, length * heads))
 
         found = each(z, lambda x: x[self.b, self.g].narrow(0, first, tokens).unflatten(0, (-1, 1, length)), others)
-        at = len(self.query) + first - self.first
-        there = {name: x.narrow(0, at, tokens) for name, x in parts.items()}
+        there = {name: x.narrow(0, first - self.first, tokens) for name, x in parts.items()}
         return replace(found, **{name: x.view_as(getattr(found, name)) for name, x in there.items()})
 
 
@@ -122,11 +121,11 @@ def _chunks(chosen: torch.Tensor, first: int, l_sel: int) -> Iterator[Chunk]:
                 yield Chunk(b, g, at, end, picks.nonzero()[:, 1], starts, parts)
 
 
-def _summed(parts: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+def _summed(parts: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Sum each query's parts: [queries, h, D]. parts [n_parts, h, D], numbers [queries, m], weights [queries, m, h]."""
     h, D = parts.shape[1:]
     by_head = numbers[:, None] * h + torch.arange(h, device=numbers.device)[None, :, None]
-    by_row = None if weights is None else weights.transpose(1, 2).flatten(0, 1)
+    by_row = weights.transpose(1, 2).flatten(0, 1)
     found = F.embedding_bag(by_head.flatten(0, 1), parts.view(-1, D), mode="sum", per_sample_weights=by_row)
     return found.view(-1, h, D)
 
@@ -151,12 +150,12 @@ def _forward(z: Forward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     out = rooms("parts", chunk.n_parts, h, z.v.shape[2])
     top, total = (rooms(name, chunk.n_parts, h) for name in ("top", "total"))
     out[-1], top[-1], total[-1] = 0, float("-inf"), 1
+    of_own = {name: x[len(chunk.query) : -1] for name, x in (("out", out), ("top", top), ("total", total))}
     for first, tokens, length in chunk.own_blocks(l_sel):
-        own = chunk.sequences(z, first, tokens, length, out=out, top=top, total=total)
+        own = chunk.sequences(z, first, tokens, length, **of_own)
         run_forward(own, window_tiles(length, length, own.q), rooms)
-    own_parts = slice(len(chunk.query), chunk.n_parts - 1)
     # Parts are weighted with their sums, and a tile has divided by them.
-    out[own_parts] *= total[own_parts].unsqueeze(-1)
+    of_own["out"].mul_(of_own["total"].unsqueeze(-1))
     q = rooms("chunk of q", *here.q.shape).copy_(here.q)
     keys, values = here.k.mT.split(l_sel, 1), here.v.split(l_sel)
     for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (h * l_sel))):
@@ -179,33 +178,34 @@ def _forward(z: Forward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
 
 def _backward(z: Backward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     h, here = z.q.shape[3], _group(z, chunk)
-    dq = rooms("parts", chunk.n_parts, h, z.k.shape[2])
-    dq[-1] = 0
+    dq = rooms("dq", *here.q.shape)
     for first, tokens, length in chunk.own_blocks(l_sel):
         own = replace(chunk.sequences(z, first, tokens, length, dq=dq), add=False)
         run_backward(own, window_tiles(length, length, own.q), rooms)
     q, grad = (rooms(f"chunk of {name}", *x.shape).copy_(x) for name, x in (("q", here.q), ("grad", here.grad)))
     if here.gate is not None:
         grad.mul_(here.gate)
-    lse, delta = (x.view(-1, h) for x in (here.lse, here.delta))
+    hidden, delta = (x.neg().view(-1, h) for x in (here.lse, here.delta))
     keys, values = (x.mT.split(l_sel, 1) for x in (here.k, here.v))
     plain_keys, dk, dv = (x.split(l_sel) for x in (here.plain_k, here.dk, here.dv))
-    for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (h * l_sel))):
+    for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (2 * h * l_sel))):
         query, sizes = chunk.query.narrow(0, start, n), [size * h for size in sizes]
         rows, do = _rows("rows of q", q, query, rooms), _rows("rows of grad", grad, query, rooms)
         p, ds = (rooms(name, n * h, l_sel) for name in ("scores", "ds"))
+        p.copy_(hidden[query].view(-1, 1))
+        ds.copy_(delta[query].view(-1, 1))
         of_block = list(zip(found, *(x.split(sizes) for x in (rows, do, p, ds)), strict=True))
         for j, a, da, x, dx in of_block:
-            torch.mm(a, keys[j], out=x)
-            torch.mm(da, values[j], out=dx)
-        p.sub_(lse[query].view(-1, 1)).exp2_()
-        ds.sub_(delta[query].view(-1, 1)).mul_(p)
-        there = dq.narrow(0, start, n).view(n * h, -1).split(sizes)
-        for (j, a, da, x, dx), some in zip(of_block, there, strict=True):
+            x.addmm_(a, keys[j])
+            dx.addmm_(da, values[j])
+        ds.mul_(p.exp2_())
+        part = rooms("part", n * h, dq.shape[2])
+        for (j, a, da, x, dx), some in zip(of_block, part.split(sizes), strict=True):
             dv[j].addmm_(x.t(), da)
             dk[j].addmm_(dx.t(), a)
             torch.mm(dx, plain_keys[j], out=some)
-    z.put(here.dq, _summed(dq, chunk.parts))
+        dq.index_add_(0, query, part.view(n, *dq.shape[1:]))
+    z.put(here.dq, dq)
 
 
 def _masked(z: Work, chosen: torch.Tensor, l_sel: int) -> Iterator[tuple[Work, Tile]]:

@@ -141,7 +141,7 @@ class Backward:
     def of_keys_and_values(self, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of k and v."""
         dk, dv = (of_keys_undone(x, k.shape[0]) for x in (self.dk.mul_(scale), self.dv))
-        return dk.to(k.dtype), dv.to(v.dtype)
+        return dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
     def of_gate(self) -> torch.Tensor:
         """Return the gradient of the gate [B, S, H], where tiles see all."""
@@ -235,9 +235,13 @@ class Tile:
         """Of what rows have, [b*g, S*h]: [b*g, n*h], a view."""
         return x.narrow(1, self.at * h, self.n * h)
 
-    def scores(self, q: torch.Tensor, k: torch.Tensor, rooms: Rooms) -> torch.Tensor:
-        """Return [b*g, n*h, keys], -inf where hidden, from rows of q."""
-        scores = torch.bmm(q, self.seen(k).mT, out=rooms("scores", *q.shape[:2], self.keys))
+    def scores(self, q: torch.Tensor, k: torch.Tensor, rooms: Rooms, less: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [b*g, n*h, keys], -inf where hidden, from rows of q; ``less`` [b*g, n*h] is taken from a row's."""
+        scores = rooms("scores", *q.shape[:2], self.keys)
+        if less is None:
+            torch.bmm(q, self.seen(k).mT, out=scores)
+        else:  # added to by the product: one pass less
+            scores.copy_(less.neg().unsqueeze(2)).baddbmm_(q, self.seen(k).mT)
         for start, length, mask in self.hidden:
             scores.unflatten(1, (self.n, -1)).narrow(3, start, length).add_(mask)
         return scores
@@ -256,7 +260,7 @@ class Tile:
         """Write its queries' dq, and add to dk and dv what comes from it."""
         h, there = z.q.shape[3], z.dq.narrow(2, self.at, self.n)
         q, do = self.rows("q", z.q, rooms), self.rows("grad", z.grad, rooms, None if z.sees_all else z.gate)
-        p = self.scores(q, z.k, rooms).sub_(self.numbers(z.lse, h).unsqueeze(2)).exp2_()
+        p = self.scores(q, z.k, rooms, self.numbers(z.lse, h)).exp2_()
         ds, delta = torch.bmm(do, self.seen(z.v).mT, out=rooms("ds", *p.shape)), self.numbers(z.delta, h)
         if z.sees_all:
             torch.sum(ds.mul_(p), -1, out=delta)

@@ -5,6 +5,9 @@ sum of that share and the branch's output, is the gate times the gate's own grad
 sees all keys of its queries, and makes delta of its scores: their outputs are not kept. The branches add to one gradient of q.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from nsa.kernels.cpu.selected import selected_gradients
@@ -33,15 +36,15 @@ def backward(
     """Gradients of gates, q, and keys and values in the order of the arguments."""
     gate_sel, dq = row_sums(grad, o_sel), torch.empty_like(q)
 
-    def begin(branch: int, keys: Pair, delta: torch.Tensor | None = None, *, add: bool = True) -> Backward:
-        return Backward.of(grad, q, *keys, lse[branch], delta, scale, dq, gate=gates[..., branch, None], add=add)
+    def run(
+        branch: int, keys: Pair, gradients: Callable[..., None], *sizes: Any, delta: torch.Tensor | None = None, add: bool = True
+    ) -> Tensors3:
+        z = Backward.of(grad, q, *keys, lse[branch], delta, scale, dq, gate=gates[..., branch, None], add=add)
+        gradients(z, *sizes)
+        return z.of_gate(), *z.of_keys_and_values(*keys, scale)
 
-    of_win = begin(2, win, add=False)  # the window first: it writes every query's gradient, to which the others add
-    sliding_gradients(of_win, w)
-    of_cmp, of_sel = begin(0, cmp), begin(1, sel, gate_sel * gates[..., 1])
-    compressed_gradients(of_cmp, l, d)
-    selected_gradients(of_sel, chosen, l_sel)
-    of_gates = of_cmp.of_gate(), gate_sel, of_win.of_gate()
-    branches = ((of_cmp, cmp), (of_sel, sel), (of_win, win))
-    keys = [x for z, pair in branches for x in z.of_keys_and_values(*pair, scale)]
-    return torch.stack(of_gates, -1).to(gates.dtype), dq, *keys
+    # The window first: it writes every query's gradient, to which the others add.
+    gate_win, *of_win = run(2, win, sliding_gradients, w, add=False)
+    gate_cmp, *of_cmp = run(0, cmp, compressed_gradients, l, d)
+    _, *of_sel = run(1, sel, selected_gradients, chosen, l_sel, delta=gate_sel * gates[..., 1])
+    return torch.stack((gate_cmp, gate_sel, gate_win), -1).to(gates.dtype), dq, *of_cmp, *of_sel, *of_win
