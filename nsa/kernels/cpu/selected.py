@@ -2,8 +2,8 @@
 
 See `nsa.kernels.cpu.tiles`. A query and a whole block that it chose are an *entry*. Entries lie block by block, as a block's are
 one product with its keys, and each makes a part of its query's output: these are weighted and summed query by query
-(FlashAttention, arXiv 2205.14135, section 3.1), as are the parts of its gradient. A query's own block, of which it sees but a part,
-makes one part more. A block's own gradient comes from its entries alone: no atomics, the same bits every time.
+(FlashAttention, arXiv 2205.14135, section 3.1); those of its gradient are added in turn. A query's own block, of which it sees but
+a part, makes one part more. A block's own gradient comes from its entries alone: no atomics, the same bits every time.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from nsa.kernels.cpu.tiles import (
     some_groups,
 )
 
-QUERIES_AT_ONCE = 1024  # whose parts are kept until they are summed
+QUERIES_AT_ONCE = 1024  # whose parts are kept until they are summed, in the forward
 SHORT = 256  # tokens; up to there products under a mask cost less than the calls that lists would
 
 
@@ -185,15 +185,15 @@ def _backward(z: Backward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     q, grad = (rooms(f"chunk of {name}", *x.shape).copy_(x) for name, x in (("q", here.q), ("grad", here.grad)))
     if here.gate is not None:
         grad.mul_(here.gate)
-    hidden, delta = (x.neg().view(-1, h) for x in (here.lse, here.delta))
+    less_lse, less_delta = (x.neg().view(-1, h) for x in (here.lse, here.delta))
     keys, values = (x.mT.split(l_sel, 1) for x in (here.k, here.v))
     plain_keys, dk, dv = (x.split(l_sel) for x in (here.plain_k, here.dk, here.dv))
-    for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (2 * h * l_sel))):
+    for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (2 * h * l_sel))):  # p and ds
         query, sizes = chunk.query.narrow(0, start, n), [size * h for size in sizes]
         rows, do = _rows("rows of q", q, query, rooms), _rows("rows of grad", grad, query, rooms)
         p, ds = (rooms(name, n * h, l_sel) for name in ("scores", "ds"))
-        p.copy_(hidden[query].view(-1, 1))
-        ds.copy_(delta[query].view(-1, 1))
+        p.copy_(less_lse[query].view(-1, 1))  # added to by the products: a pass less than subtracting
+        ds.copy_(less_delta[query].view(-1, 1))
         of_block = list(zip(found, *(x.split(sizes) for x in (rows, do, p, ds)), strict=True))
         for j, a, da, x, dx in of_block:
             x.addmm_(a, keys[j])
