@@ -37,7 +37,12 @@ def backward(
     gate_sel, dq = row_sums(grad, o_sel), torch.empty_like(q)
 
     def run(
-        branch: int, keys: Pair, gradients: Callable[..., None], *sizes: Any, delta: torch.Tensor | None = None, add: bool = True
+        branch: int,
+        keys: Pair,
+        gradients: Callable[..., None],
+        *sizes: Any,
+        delta: torch.Tensor | None = None,
+        add: bool = True,
     ) -> Tensors3:
         z = Backward.of(grad, q, *keys, lse[branch], delta, scale, dq, gate=gates[..., branch, None], add=add)
         gradients(z, *sizes)
