@@ -1,7 +1,6 @@
 """A folder of evidence is untrusted data: whatever it contains, the readers soon end, with a verdict or an error message."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,10 @@ from typing import Any
 import pytest
 
 from pytest_nsa.cli.main import main
-from pytest_nsa.cli.watch import Watcher
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.shapes import read_beats, read_events
 from pytest_nsa.wire.files import read_lines
 from pytest_nsa.wire.messages import Job
-from tests_cpu.diagnosis.test_damaged_folders import DAMAGES, a_part_of, damage_a_file
 from tests_cpu.faults.recorded import unpack
 
 MODULES = ("groups_and_meshes", "crashes_and_exits", "waits_and_io", "training_steps", "collectives_on_devices")
@@ -27,65 +24,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for module in MODULES:
         unpack(module, folder / module)
     return sorted(path.parent for path in folder.glob("*/*/job.json"))
-
-
-def doubled(path: Path, draw: random.Random) -> None:
-    path.write_bytes(path.read_bytes() * 2)
-
-
-def as_a_neighbour(path: Path, draw: random.Random) -> None:
-    """Overwrite a file with the content of one of its neighbours."""
-    files = sorted(other for other in path.parent.iterdir() if other.is_file() and not other.is_symlink())
-    small = [other for other in files if other.stat().st_size < 1 << 24]
-    path.write_bytes(draw.choice(small).read_bytes())
-
-
-def in_the_header(path: Path, draw: random.Random) -> None:
-    """Change the layout in the header of the board next to a file, if there is one."""
-    path = path.with_name("board.bin")
-    if not path.is_file() or path.is_symlink() or path.stat().st_size > 1 << 24:  # made large before
-        return
-    data = path.read_bytes()
-    try:
-        layout = a_part_of(json.loads(data[:4096].rstrip(b"\0 ")), draw)
-    except (ValueError, RecursionError):  # damaged before
-        return
-    path.write_bytes(json.dumps(layout).encode()[:4096].ljust(4096, b"\0") + data[4096:])
-
-
-KINDS = (*DAMAGES, doubled, as_a_neighbour, in_the_header, in_the_header)
-
-
-def damage(count: int, recorded: list[Path], tmp_path: Path, seed: int) -> None:
-    """Read ``count`` damaged copies by ``diagnose``, with and without --html, and by ``watch``; a failure names its seed."""
-    (tmp_path / "outside").mkdir()
-    for number in range(count):
-        chance = random.Random(seed + number)
-        folder = tmp_path / "run" / "damaged"
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        shutil.copytree(chance.choice(recorded), folder)
-        for _ in range(chance.choice((1, 1, 2, 5))):
-            damage_a_file(folder, chance, KINDS)
-        try:
-            assert main(["diagnose", str(folder)]) in (0, 1, 2)
-            assert main(["diagnose", "--html", str(folder)]) in (0, 1, 2)
-            watcher = Watcher(folder)
-            for _ in range(3):
-                watcher.look()
-            watcher.lines()
-        except Exception as error:
-            raise AssertionError(f"seed {seed + number}") from error
-
-
-@pytest.mark.timeout(120)
-def test_damaged_folders_are_read_or_refused(recorded: list[Path], tmp_path: Path) -> None:
-    damage(100, recorded, tmp_path, random.randrange(1 << 40))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_many_damaged_folders(recorded: list[Path], tmp_path: Path) -> None:
-    damage(2000, recorded, tmp_path, random.randrange(1 << 40))
 
 
 def test_no_line_of_the_recorded_folders_is_passed_over(recorded: list[Path]) -> None:

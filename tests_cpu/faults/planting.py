@@ -96,6 +96,18 @@ class Block(nn.Module):
         return x + self.mlp(out)
 
 
+class TwoHeads(nn.Module):
+    """Two linear layers, of which the second is used where ``both`` is true."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.used, self.other, self.both = nn.Linear(8, 1), nn.Linear(8, 1), both
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [B, 1] for x [B, 8]."""
+        return self.used(x) + (self.other(x) if self.both else 0)
+
+
 class Net(nn.Module):
     """An embedding of a batch, ``blocks`` blocks, a head."""
 

@@ -9,7 +9,6 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.compare import Difference, compare
-from pytest_nsa.report.summary import read_entries
 from pytest_nsa.testing import HEADER, run_folder
 
 # Steps that wait for a clock, so that they take as long on a busy machine; LOST and OTHER plant the changes.
@@ -140,52 +139,6 @@ def test_what_counts_as_worse() -> None:
     assert ("slow", "step", "worse") not in kinds(compare([base, again], [new])), "repeats differ by as much"
     again = {**base, "heavy": verdict("heavy", figures={"added_mib": 115})}
     assert ("heavy", "added_mib", "worse") not in kinds(compare([base, again], [new])), "repeats differ by as much"
-
-
-HEAVY = """
-def test_first(ddp): ddp.wrap(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
-
-@pytest.mark.parametrize("repeat", range(2))
-def test_memory(group, repeat):
-    held = bytearray((40 + int(os.environ.get("MORE", "0"))) << 20)
-    held[:: 4096] = b"x" * len(held[:: 4096])
-    dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_memory_is_compared_by_what_a_rank_added(tmp_path: Path) -> None:
-    """Whatever the process that it was forked from had: here a child pytest, or one that holds 200 MiB more."""
-    runs = {}
-    ways = {
-        "a": ("--ranks-launch=clean", "0", "0"),
-        "b": ("--ranks-launch=fork", "200", "0"),
-        "new": ("--ranks-launch=fork", "0", "90"),
-    }
-    for name, (launch, ballast, more) in ways.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "conftest.py").write_text(f"HELD = b'x' * ({ballast} << 20)")
-        (folder / "test_example.py").write_text(HEADER + HEAVY)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MORE", more)
-            result = run_folder(folder, launch, "--ranks-keep", "all")
-        assert result.outcomes == {"passed": 3}
-        runs[name] = result.run
-    peaks = [v.figures["peak_mib"] for name in ("a", "b") for v in read_verdicts(runs[name]) if "memory" in v.nodeid]
-    assert max(peaks) - min(peaks) > 150  # which would be worse, were it the test's
-    equal = tell("compare", runs["a"], runs["b"])
-    assert equal.returncode == 0, equal.stdout
-    assert "_mib" not in equal.stdout
-    worse = tell("compare", runs["a"], runs["new"])
-    assert worse.returncode == 1
-    rows = [line for line in worse.stdout.splitlines() if "_mib" in line]
-    assert len(rows) == 2, worse.stdout
-    assert all("test_memory" in row and "added_mib" in row and "worse" in row for row in rows)
-
-
-def read_verdicts(run: Path) -> list[Verdict]:
-    return [entry.verdict for entry in read_entries(run)]
 
 
 def test_a_machine_that_is_slower_is_no_regression() -> None:

@@ -56,19 +56,6 @@ def test_spawns():
 def test_after():
     assert "NSA_TRACE_HOST" not in os.environ
 """
-# An environment made anew, as launchers of engines do.
-SCRIPT = """
-from common import *
-
-def test_runs_a_script():
-    keeps = {n: os.environ[n] for n in ("PATH", "PYTHONPATH", "HOME") if n in os.environ}
-    make = lambda rank: {**keeps, "RANK": str(rank), "WORLD_SIZE": "2", "PORT": os.environ["PORT"]}
-    command = [sys.executable, "script.py"]
-    ranks = [subprocess.Popen(command, env=make(rank), start_new_session=True) for rank in range(2)]
-    at_limit("rank0", "rank1")
-    for rank in ranks:
-        rank.wait()
-"""
 RAISES = """
 from common import *
 
@@ -96,41 +83,6 @@ def test_passes():
     mp.spawn(worker, args=(2, int(os.environ["PORT"])), nprocs=2, join=False)
     while not os.path.exists("rank1"):
         time.sleep(0.02)
-"""
-HEAD = """
-from common import *
-import multiprocessing, pytest, threading
-
-fork = multiprocessing.get_context("fork")
-lock, one = fork.Lock(), fork.Barrier(2)
-
-def hold(number):
-    here(f"task{number}")
-    lock.acquire()  # the first task never releases it
-    return number
-
-def at_lock():
-    at_limit("task1", "task2")
-"""
-# Of the two workers one holds the queue's lock while it waits for a task: a pool that lost that one would wait for it for ever.
-POOL = """
-def test_it():
-    with fork.Pool(2) as pool:
-        found = pool.map_async(hold, [1, 2], chunksize=1)
-        at_lock()
-        found.get()
-"""
-# What the cleanup waits for comes from no process.
-CLEANUP = """
-def test_it():
-    child = fork.Process(target=hold, args=(1,))
-    lock.acquire()
-    child.start()
-    try:
-        at_limit("task1")
-        child.join()
-    finally:
-        threading.Event().wait()
 """
 AFTER = """
 def test_after():
@@ -184,19 +136,6 @@ def test_it():
     context = mp.spawn(work, nprocs=1, join=False)
     at_limit("one", "two")
     context.join()
-"""
-UPLOADS = """
-import multiprocessing, time
-from pathlib import Path
-
-def upload():
-    for _ in range(14):
-        Path("upload").write_bytes(bytes(1_000_000))
-        time.sleep(1)
-    Path("done").touch()
-
-def test_it():
-    multiprocessing.get_context("fork").Process(target=upload).start()
 """
 MANAGER = """
 import multiprocessing
@@ -273,9 +212,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pids").mkdir()
     (tmp_path / "common.py").write_text(COMMON)
     (tmp_path / "workers.py").write_text("from common import here\n" + WORKERS)
-    (tmp_path / "script.py").write_text(
-        'import os\nfrom workers import worker\nworker(int(os.environ["RANK"]), 2, int(os.environ["PORT"]))\n'
-    )
     (tmp_path / "raises.py").write_text(RAISES_SCRIPT)
     return tmp_path
 
@@ -332,24 +268,11 @@ def run_here(pytester: pytest.Pytester, source: str, *options: str) -> pytest.Ru
     return pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", *options, timeout=120)
 
 
-def slow(*values: object, id: str) -> object:
-    return pytest.param(*values, id=id, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("source", "place"),
-    [
-        pytest.param(SPAWN, f"workers.py:{get_line(WORKERS, 'HERE') + 1} in worker", id="mp.spawn"),
-        slow(SCRIPT, f"workers.py:{get_line(WORKERS, 'HERE') + 1} in worker", id="an environment of the test's"),
-    ],
-)
-def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
-    warm: WarmPython, folder: Path, source: str, place: str
-) -> None:
-    done = run(warm, folder, source)
+def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, SPAWN)
     found = verdict(folder)
     assert (found["cause"], found["ranks"]) == ("skipped_collective", [1]), done.stdout
-    assert place in str(found["where"])
+    assert f"workers.py:{get_line(WORKERS, 'HERE') + 1} in worker" in str(found["where"])
     assert " - HANG: rank 1 of 2" in next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
     assert "1 failed" in done.stdout
     assert alive(folder) == []
@@ -374,8 +297,6 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
 @pytest.mark.parametrize(
     ("source", "place"),
     [
-        pytest.param(HEAD + POOL, f"test_it.py:{get_line(HEAD, 'lock.acquire')} in hold", id="a pool"),
-        slow(HEAD + CLEANUP, f"test_it.py:{get_line(HEAD, 'lock.acquire')} in hold", id="a cleanup that waits"),
         pytest.param(LOADER, f"test_it.py:{get_line(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
         pytest.param(SPAWNED, f"test_it.py:{get_line(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"),
     ],
@@ -410,14 +331,11 @@ def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: P
     assert alive(folder) == []
 
 
-@pytest.mark.parametrize(
-    ("source", "fails"), [(MANAGER, "true"), (AT_EXIT, "false"), slow(UPLOADS, "false", id="moves data")]
-)
-def test_what_ends_at_exit_or_is_at_work_keeps_no_session_from_ending(folder: Path, source: str, fails: str) -> None:
+@pytest.mark.parametrize(("source", "fails"), [(MANAGER, "true"), (AT_EXIT, "false")])
+def test_what_ends_at_exit_keeps_no_session_from_ending(folder: Path, source: str, fails: str) -> None:
     done = run_cold(folder, source, "-o", f"ranks_left_fails={fails}")
     assert done.returncode == 0, done.stdout
     assert "keep this session from ending" not in done.stdout
-    assert source is not UPLOADS or (folder / "done").exists()
 
 
 @pytest.mark.parametrize(("fault", "line"), [("waits", "get"), ("polls", "sleep"), ("computes", "")])

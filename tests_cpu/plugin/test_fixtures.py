@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_nsa import LayerRange, branch, gc_range, static_graph, trace_kinds, world_size
+from pytest_nsa import static_graph, trace_kinds, world_size
 from pytest_nsa.fixtures import DDP, FSDP, Group, Trace
 from pytest_nsa.session.launch import Launch
 
@@ -144,13 +144,6 @@ def test_trace_names_what_is_missing(group: Group, trace: Trace) -> None:
     assert trace.missing_gradients() == [f"blocks.{i}.{n}" for i in (1, 2) for n in ("weight", "bias")]
     with pytest.raises(RuntimeError, match=r"module backwards are not traced; use @trace_kinds\('module_bwd'\)"):
         trace.modules_not_reached()
-
-
-@branch("cmp", "sel", "win")
-@gc_range("0:6")
-def test_branch_and_range_are_the_marks(group: Group, branch: str, gc_range: LayerRange) -> None:
-    assert branch in ("cmp", "sel", "win")
-    assert list(range(gc_range.start, gc_range.end)) == list(range(6))
 
 
 def body_that_passes(rank: int, world_size: int, group: Group, value: int) -> None:

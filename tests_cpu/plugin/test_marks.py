@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pytest_nsa.marks import MAX_WORLD_SIZE, RULES, LayerRange
+from pytest_nsa.marks import MAX_WORLD_SIZE, RULES
 from pytest_nsa.testing import HEADER, run_example
 
 
@@ -115,11 +115,6 @@ def test_gpu_tests_are_listed_everywhere_and_skipped_with_one_reason(
     assert result.outcomes == {"skipped": 2}
     assert "SKIPPED [2]" in result.stdout
     assert "needs a GPU" in result.stdout
-
-
-def test_layer_range_refuses_what_is_no_range() -> None:
-    with pytest.raises(ValueError, match="the range must go up"):
-        LayerRange("6:6")
 
 
 def test_a_test_that_must_fail_by_a_cause(pytester: pytest.Pytester) -> None:

@@ -165,23 +165,6 @@ def test_a_job_with_nothing_to_read_is_told_what_to_set(
 
 
 @pytest.mark.slow
-def test_the_log_of_a_watchdog_names_the_rank_that_never_came(start: Start, tmp_path: Path) -> None:
-    caught = "Traceback (most recent call last)\nOSError: busy, tries again"
-    lines = [watchdog(rank, 5, "ALLREDUCE", 8) if rank != 1 else caught for rank in range(3)]
-    ranks = start(WAITS, lines)
-    wait_for(tmp_path / "out_2.txt")
-    watcher = follow(ranks[0].pid, lambda watcher: watcher.finding is not None)
-    assert (watcher.finding.cause, watcher.finding.ranks) == ("missing_collective", (1,))
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-    while not watcher.is_over:
-        watcher.look()
-    assert watcher.finding.ranks == (1,)
-    watcher.close()
-
-
-@pytest.mark.slow
 def test_what_an_earlier_job_left_is_not_read(start: Start, tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"out_{rank}.txt").write_text(watchdog(rank, 5, "ALLREDUCE", 8 + rank))

@@ -72,14 +72,6 @@ def test_an_idle_call_in_a_thread_keeps_the_gil_from_a_collective(group, faulty)
     reduce_while_a_thread_holds_the_gil(group, 1, lambda: ctypes.PyDLL(None).sleep(1000 if faulty else 0))  # HERE
 
 
-def rounds(group, culprit, fault):
-    """Six rounds of an all_reduce; in round AT, rank ``culprit`` calls ``fault()``."""
-    for step in range(6):
-        if group.rank == culprit and step == AT:
-            fault()
-        dist.all_reduce(torch.ones(2))
-
-
 def installed(tmp_path, name, text):
     """Write a module where packages are installed, and return a function that imports it."""
     folder = tmp_path / "lib" / "python3.11" / "site-packages"
@@ -96,7 +88,7 @@ def installed(tmp_path, name, text):
 @planted(3, rank=2)
 def test_a_package_parses_its_vocabulary_when_it_is_imported(group, tmp_path, culprit):
     text = "words = {}\nwhile len(words) < 10:\n    words[hash('a') % 7] = sorted(words)\n"
-    rounds(group, culprit, installed(tmp_path, "vocabulary", text))
+    at(group, culprit, installed(tmp_path, "vocabulary", text))
 
 
 @planted(3, rank=2)
@@ -106,7 +98,7 @@ def test_a_function_of_many_operations_is_traced(group, culprit):
             x = x * 0.5 + power
         return x
 
-    rounds(group, culprit, lambda: torch.compile(polynomial, backend="eager")(torch.ones(2)))
+    at(group, culprit, lambda: torch.compile(polynomial, backend="eager")(torch.ones(2)))
 
 
 @planted(2, rank=0)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pytest_nsa.fixtures import Group
 from tests_cpu.faults.planting import AT, planted
+from tests_cpu.faults.replicas import labelled_batch, small
 
 
 def rounds(group: Group, culprit: int, fault: str) -> None:
@@ -191,16 +192,6 @@ def test_eval_remainder_to_last(faulty):
     for epoch in range(2):
         evaluate_remainder(model, mine.split(4), world)  # HERE
         dist.barrier()  # HERE
-
-
-def small():
-    torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def labelled_batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator)
 
 
 def save(state, rank):

@@ -16,7 +16,7 @@ from pytest_nsa.fixtures import Group
 from tests_cpu.faults.planting import AT, planted
 
 
-def rounds(group, culprit, fault):
+def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
     """Six rounds of an all_reduce; in round AT, rank ``culprit`` calls ``fault()``."""
     for step in range(6):
         if group.rank == culprit and step == AT:
@@ -34,15 +34,7 @@ def test_an_executor_of_the_loop_reads_a_silent_socket(group, culprit):
     async def fetch():
         return await asyncio.get_running_loop().run_in_executor(None, read)
 
-    rounds(group, culprit, lambda: asyncio.run(fetch()))
-
-
-def at(group: Group, culprit: int, fault: Callable[[], Any]) -> None:
-    """Six rounds of an all_reduce; in round AT, rank ``culprit`` calls ``fault()``."""
-    for step in range(6):
-        if group.rank == culprit and step == AT:
-            fault()
-        dist.all_reduce(torch.ones(2))
+    at(group, culprit, lambda: asyncio.run(fetch()))
 
 
 @planted(2, rank=1)

@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from pytest_nsa import fixtures
 from pytest_nsa import trace as traced
 from pytest_nsa.fixtures import FSDP, Group, Trace
-from tests_cpu.faults.planting import AT, batch, net, planted, train
+from tests_cpu.faults.planting import AT, TwoHeads, batch, net, planted, train
 
 
 def reduced() -> torch.Tensor:
@@ -76,14 +74,6 @@ def test_fsdp_raises_on_one_rank(fsdp: FSDP, culprit: int) -> None:
     train(fsdp.wrap(net()), fsdp.rank, culprit=culprit, before=plant)
 
 
-@contextmanager
-def epoch(number: int):
-    try:
-        yield number
-    finally:
-        dist.barrier()
-
-
 def ranks():
     return dist.get_rank(), dist.get_world_size()
 
@@ -121,18 +111,6 @@ def test_an_assertion_in_a_loop_over_names(group, culprit):
         if name != "warm up":
             dist.all_reduce(x)
         assert (group.rank, name) != (culprit, "warm up")  # HERE
-
-
-class TwoHeads(nn.Module):
-    """Two linear layers, of which the second is used where ``both`` is true."""
-
-    def __init__(self, both: bool) -> None:
-        super().__init__()
-        self.used, self.other, self.both = nn.Linear(8, 1), nn.Linear(8, 1), both
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, 1] for x [B, 8]."""
-        return self.used(x) + (self.other(x) if self.both else 0)
 
 
 @traced("grads")

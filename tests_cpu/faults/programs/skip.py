@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -273,14 +272,6 @@ def test_the_other_leads_for_the_first_time_and_sets_nothing(group, culprit):
 
 def where():
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-@contextmanager
-def epoch(number: int):
-    try:
-        yield number
-    finally:
-        dist.barrier()
 
 
 class StoreBarrier:

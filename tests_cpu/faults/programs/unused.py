@@ -9,20 +9,7 @@ from torch import nn
 from pytest_nsa import fixtures
 from pytest_nsa import trace as traced
 from pytest_nsa.fixtures import Trace
-from tests_cpu.faults.planting import batch, planted, train
-
-
-class TwoHeads(nn.Module):
-    """Two linear layers, of which the second is used where ``both`` is true."""
-
-    def __init__(self, both: bool) -> None:
-        super().__init__()
-        self.used, self.other, self.both = nn.Linear(8, 1), nn.Linear(8, 1), both
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, 1] for x [B, 8]."""
-        return self.used(x) + (self.other(x) if self.both else 0)
-
+from tests_cpu.faults.planting import TwoHeads, batch, planted, train
 
 MISSING = "other.weight, other.bias"
 
