@@ -42,44 +42,6 @@ def make_folder(path: Path, world_size: int = 2) -> Path:
     return path
 
 
-def test_a_folder_with_nothing_but_the_job(tmp_path: Path) -> None:
-    verdict = diagnose(load(make_folder(tmp_path / "t")))
-    assert (verdict.outcome, verdict.cause) == ("FAIL", "unknown")
-
-
-def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "t")
-    exits = [{"event": "exit", "time": r, "rank": r, "code": 0, "signal": 0, "by_us": False} for r in (0, 1)]
-    (folder / "host.jsonl").write_text("".join(json.dumps(e) + "\n" for e in exits) + '{"event": "ended", "dur')
-    for rank in (0, 1):
-        (folder / f"rank{rank}" / "events.jsonl").write_text(
-            '{"time": 1, "event": "done", "passed": true}\n{"time": 2, "ev'
-        )
-    assert diagnose(load(folder)).outcome == "PASS"
-
-
-def test_the_first_cause_is_not_the_first_line(tmp_path: Path) -> None:
-    """Rank 0 reports first, and only that the connection broke; rank 1 died before it."""
-    folder = make_folder(tmp_path / "t")
-    victim = {
-        "event": "exception", "time": 5.0, "when": "call", "type": "RuntimeError", "line": 3, "function": "f",
-        "message": "[..] Connection closed by peer [127.0.0.1]:1", "file": "/home/me/train.py",
-    }  # fmt: skip
-    (folder / "rank0" / "events.jsonl").write_text(json.dumps(victim) + "\n")
-    board = Board(folder / "rank1" / "board.bin", rank=1, world_size=2)
-    board.text("line", "/home/me/model.py:12 in backward")
-    exits = [
-        {"event": "exit", "time": 6.0, "rank": 1, "code": 0, "signal": 11, "by_us": False},
-        {"event": "exit", "time": 6.1, "rank": 0, "code": 1, "signal": 0, "by_us": False},
-    ]
-    (folder / "host.jsonl").write_text("".join(json.dumps(e) + "\n" for e in exits))
-    verdict = diagnose(load(folder))
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("CRASH", "rank_died", (1,))
-    assert verdict.where == "model.py:12 in backward"
-    assert any("SIGSEGV" in label.text for label in verdict.labels)
-    assert verdict.advice.startswith("native code crashed"), "no other process is this signal's sender"
-
-
 @pytest.mark.parametrize(("state", "share"), [("R", 0.5), ("S", 0.05)])
 def test_a_rank_computes_by_all_its_samples_if_it_still_wants_the_cpu(tmp_path: Path, state: str, share: float) -> None:
     """On a busy machine, other processes had the CPU in the last, short interval."""

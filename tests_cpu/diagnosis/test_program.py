@@ -1,10 +1,9 @@
-"""Which of two ranks is ahead in the program, by lines, loops and counters; which ranks a condition lets through."""
+"""Which of two ranks is ahead in the program, by lines, loops and counters."""
 
 import textwrap
 
 import pytest
 
-from pytest_nsa.diagnosis.explain.conditions import Path, find_path
 from pytest_nsa.diagnosis.explain.program import Frame, Order, compare
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Snippet, Sources
@@ -80,45 +79,3 @@ def test_a_loop_that_nothing_counts_is_gone_round_from_the_latest_common_call() 
 
 def test_without_its_source_a_place_is_not_known() -> None:
     assert compare(Sources([]), at("start"), at("end"), None).order is Order.UNKNOWN
-
-
-@pytest.mark.parametrize(
-    ("test", "path"),
-    [
-        ("group.rank < 2", Path.SELECTS),
-        ("dist.get_rank() in (1, 3)", Path.SELECTS),
-        ("rank % 2 == 0", Path.SELECTS),
-        ("rank == 0 and step == 3", Path.SELECTS),
-        ("rank != 1", Path.EXCLUDES),
-        ("not (rank == 1 and step == 3)", Path.EXCLUDES),
-        ("rank == 0 and not done", Path.SELECTS),
-        ("rank != 0 and ready", Path.EXCLUDES),
-        ("rank == first and not (rank == 1 and step == 3)", Path.EXCLUDES),
-        ("step == 0 or (loss > limit and not done)", Path.DATA),
-        ("not done and step != 3", Path.PLAIN),
-        ("loss > limit", Path.DATA),
-        ("not done", Path.PLAIN),
-    ],
-)
-def test_what_leads_to_a_call(test: str, path: Path) -> None:
-    text = f"def save(rank, group, step):\n    if {test}:\n        barrier()\n"
-    frame = Frame("/tests/a.py:3 in save", {})
-    assert find_path(sources(text), [frame]) is path
-
-
-@pytest.mark.parametrize(
-    ("test", "leaves", "path"),
-    [
-        ("rank == 1", "return", Path.EXCLUDES),
-        ("rank != 0", "return", Path.SELECTS),
-        ("loss > limit", "return", Path.PLAIN),
-        ("rank == 1", "pass", Path.PLAIN),
-    ],
-)
-def test_a_condition_that_leaves_the_function_before_a_call_leads_to_it(test: str, leaves: str, path: Path) -> None:
-    text = f"def save(rank, loss):\n    if {test}:\n        {leaves}\n    barrier()\n"
-    assert find_path(sources(text), [Frame("/tests/a.py:4 in save", {})]) is path
-
-
-def test_no_condition() -> None:
-    assert find_path(sources("def save():\n    barrier()\n"), [Frame("/tests/a.py:2 in save", {})]) is Path.PLAIN

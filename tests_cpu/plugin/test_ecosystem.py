@@ -269,11 +269,6 @@ def test_ranked(group, mine): assert {"size": group.world_size} == mine
 
 def test_plain(snapshot): assert {"a": 1} == snapshot
 """
-COMPARED_OUTSIDE = """
-def size(group): print(group.world_size)
-
-def test_launched(launch, snapshot): assert launch(size).output(1) == snapshot
-"""
 
 
 @pytest.fixture
@@ -295,12 +290,6 @@ def test_a_ranked_test_with_snapshots_is_refused_and_none_is_deleted(
     assert "test_ranked" not in result.verdicts
     assert "takes syrupy's 'snapshot'" in result.stdout
     assert stored.read_text() == STORED
-
-
-def test_what_ranks_print_is_compared_in_a_test_without_ranks(pytester: pytest.Pytester, stored: Path) -> None:
-    result = run_example(pytester, COMPARED_OUTSIDE, "-p", "syrupy", "--snapshot-update")
-    assert result.outcomes == {"passed": 1}
-    assert "# name: test_launched\n" in stored.read_text()
 
 
 INLINE = """

@@ -8,7 +8,6 @@ import pytest
 from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.testing import HEADER, run_example
-from tests_cpu.faults.rows import read_rows
 
 SOURCE = """
 @pytest.fixture
@@ -281,7 +280,3 @@ def test_each_cause_has_a_page(name: str, capsys: pytest.CaptureFixture[str]) ->
 def test_a_name_that_is_no_cause_gets_the_nearest_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "../skipped_colective"]) == 2
     assert "skipped_collective" in capsys.readouterr().err
-
-
-def test_rows_name_causes_with_pages() -> None:
-    assert {row.cause for row in read_rows()} <= set(CAUSES)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nsa.trace.board import Board
 from pytest_nsa.cli.nccl import NcclService, communicators, describe, read_answer
@@ -395,17 +393,6 @@ def test_the_comma_that_2_28_9_leaves_out_is_repaired() -> None:
     assert read_answer("NCCL has no job here") is None
 
 
-NAMES = st.sampled_from(["communicators", "ranks", "rank", "missing_ranks", "collective_counts", "status", "hash"])
-LEAVES = st.none() | st.integers() | st.text(max_size=5)
-
-
-@settings(deadline=None)
-@given(st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(NAMES, v, max_size=4)))
-def test_answers_of_other_forms_are_passed_over(value: Any) -> None:
-    found = communicators(value if isinstance(value, dict) else {"communicators": value})
-    assert isinstance(describe(found, found), list)
-
-
 def test_the_program_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of that name that answers, and one that hangs; without any the service is silent."""
     program = tmp_path / "ncclras"
@@ -455,19 +442,6 @@ def train(rank, raises):
 
 if __name__ == "__main__":
     mp.start_processes(train, (len(sys.argv) > 2,), nprocs=2, start_method=sys.argv[1])
-"""
-
-TEST_SPAWNS = """
-import os
-import torch, torch.distributed as dist, torch.multiprocessing as mp
-
-def worker(rank, port):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    dist.all_reduce(torch.ones(3))
-    dist.destroy_process_group()
-
-def test_spawns():
-    mp.spawn(worker, args=(int(os.environ["PORT"]),), nprocs=2)
 """
 
 
@@ -547,14 +521,3 @@ def test_a_folder_that_cannot_be_made_costs_the_evidence_alone(tmp_path: Path) -
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "nsa: rank 0 leaves no evidence: " in errors
-
-
-def test_ranks_that_a_test_starts_leave_evidence(warm: WarmPython, tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(TEST_SPAWNS)
-    port = str(free_port())
-    mine = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "NSA_", "RANK", "WORLD_SIZE"))}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PORT": port, "NSA_TRACE_DIR": str(tmp_path / "run")}
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    done = warm.call(*command, cwd=tmp_path, env={**mine, **place}, nursery=True)
-    assert done.returncode == 0, done.stdout
-    assert [rank.board is not None and rank.passed for rank in load(tmp_path / "run").ranks] == [True, True]

@@ -52,7 +52,7 @@ def test_sys_exit(group):  # -> FAIL rank_exited 1
     dist.barrier()
 
 
-def test_abort(group):  # -> CRASH rank_died 1
+def test_abort(group):  # -> CRASH rank_died 1: native code crashed
     if group.rank == 1:
         os.abort()
     dist.barrier()
