@@ -58,16 +58,9 @@ def test_after(group): dist.barrier()
 """
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--timeout-method=thread",),
-        pytest.param(("--timeout-method=signal",), marks=pytest.mark.slow),
-        pytest.param(("-o", "timeout_func_only=true"), marks=pytest.mark.slow),
-    ],
-)
-def test_pytest_timeout_s_methods(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
-    result = run_example(pytester, HANGS, "--timeout=5", *options)
+def test_pytest_timeout_s_other_method(pytester: pytest.Pytester) -> None:
+    """All other tests have its default, a signal."""
+    result = run_example(pytester, HANGS, "--timeout=5", "--timeout-method=thread")
     assert result.outcomes == {"passed": 1, "failed": 1}
     verdict = result.verdicts["test_hangs"]
     assert (verdict.outcome, verdict.ranks) == ("HANG", (1,))
