@@ -1,32 +1,22 @@
-"""Whether the model learns: NSA and dense attention on prose and on code, and NSA and its window alone on copying.
+"""Whether the model learns: NSA and dense attention on prose and on code.
 
     python benchmarks/learning.py --tokens 5e6 --json benchmarks/results/learning.json
 
 Prose: the shipped text. Code: the standard library of this Python. Every tenth document is held out, and its loss is compared, of
 models with as many parameters; by seed, each training a process of `nsa.train` with one thread. What the file has already is not
-trained again, so that a run that was stopped goes on. Copying (``--copy-steps``): a random sequence and then the same again, 64
-tokens later, so far back that a window of 16 tokens in two layers does not reach it; trained and compared is the loss on the second
-half: on the whole, two of three seeds did not learn it in 1,000 steps.
+trained again, so that a run that was stopped goes on.
 """
 
 import itertools
 import json
-import math
 import statistics
 import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from figures import ROOT, keep, parser_of, train
 
-COPY = {
-    "model.n_layers": 2, "model.window": 16, "model.compress_block": 8, "model.compress_stride": 4,
-    "model.select_block": 8, "model.n_select": 4, "train.seq_len": 127,
-    "train.batch_size": 16, "train.lr": 2e-3, "model.vocab_size": 256,
-}  # fmt: skip
-COPYING: dict[str, dict[str, Any]] = {"nsa": COPY, "window": {**COPY, "model.force_branch": "win"}}
 SEQ_LEN, BATCH = 512, 8
 SHAPE = {
     "model.dim": 96, "model.n_layers": 4, "model.n_heads": 8, "model.n_kv_heads": 2, "model.head_dim": 16, "model.v_head_dim": 16,
@@ -72,42 +62,10 @@ def train_on_documents(corpora: Path, task: str, model: str, seed: int, tokens: 
     }
 
 
-def train_copying(way: str, seed: int, steps: int) -> list[float]:
-    """Return the loss of each step on the second half."""
-    from nsa.config import load_config
-    from nsa.data import Position, batches, open_source
-    from nsa.training.parallel import RankInfo
-    from nsa.training.trainer import Trainer
-
-    torch.set_num_threads(1)
-    overrides = {
-        "data.dataset": "copy", "train.steps": steps, "train.seed": seed, "train.gradient_checkpointing": False,
-        "trace.stats_every": steps, **COPYING[way],
-    }  # fmt: skip
-    config = load_config(ROOT / "configs" / "tiny_cpu.yaml", **overrides)
-    losses = []
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, RankInfo(), Path(folder))
-        trainer.loss = lambda batch: _second_half(trainer, batch)  # type: ignore[method-assign]
-        data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
-        for _ in range(steps):
-            trainer.step([next(data)])
-            losses += [result.loss for result in trainer.read()]
-    return losses
-
-
-def _second_half(trainer: Any, batch: Any) -> torch.Tensor:
-    """Return the cross-entropy of what can be predicted: the second half."""
-    half = batch.tokens.shape[1] // 2
-    logits = trainer.model(batch.tokens[:, :-1])[:, half - 1 :]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.tokens[:, half:].flatten())
-
-
 def main() -> None:
     """Train what is not there yet, print, keep."""
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=float, default=5e6, help="of each training (default: 5e6)")
-    parser.add_argument("--copy-steps", type=int, default=0, help="of copying (default: 0)")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     path = arguments.json
@@ -120,11 +78,6 @@ def main() -> None:
             if name not in runs:
                 runs[name] = train_on_documents(Path(folder), task, model, seed, tokens)
                 keep({**found, "shape": SHAPE, "models": MODELS, "trainings": runs}, path)
-    if arguments.copy_steps:
-        curves = {w: [train_copying(w, seed, arguments.copy_steps) for seed in range(arguments.seeds)] for w in COPYING}
-        last = {way: [statistics.fmean(x[-len(x) // 10 :]) for x in some] for way, some in curves.items()}
-        copied = {"steps": arguments.copy_steps, "last_tenth": last, "chance": math.log(256)}
-        keep({**found, "trainings": runs, "copy": copied}, path)
 
 
 if __name__ == "__main__":

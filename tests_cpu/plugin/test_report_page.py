@@ -1,7 +1,12 @@
-"""report.html as its reader uses it: what is on top, and what the pictures say."""
+"""report.html as its reader uses it: what is on top, what the pictures say, and, in a real browser, that its tools work."""
 
+import base64
+import hashlib
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +113,55 @@ def test_nothing_of_a_test_acts_on_the_page(page: str) -> None:
     )
     for data in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.S):
         json.loads(data)
+
+
+# What a reader does, and what the page must show then; run in the page, its answers are read from the DOM.
+USE = """
+<script>
+const found = {};
+const rows = () => [...document.querySelectorAll("#tests tbody tr")].filter((r) => !r.hidden).map((r) => r.dataset.outcome);
+found.all = rows();
+search.value = "CYCLE"; search.dispatchEvent(new Event("input")); found.searched = rows();
+search.value = ""; only.value = "PASS"; only.dispatchEvent(new Event("change")); found.only = rows();
+only.value = ""; only.dispatchEvent(new Event("change"));
+const sort = [...document.querySelectorAll(".sort")].find((b) => b.textContent === "result");
+sort.click(); found.up = rows(); sort.click(); found.down = rows();
+found.sorted = sort.closest("th").getAttribute("aria-sort");
+const box = document.querySelector(".zoomable");
+box.dispatchEvent(new KeyboardEvent("keydown", { key: "+" })); found.zoom = box.querySelector("svg.lanes").dataset.zoom;
+box.dispatchEvent(new KeyboardEvent("keydown", { key: "0" })); found.whole = box.querySelector("svg.lanes").dataset.zoom;
+found.axis = [...document.querySelectorAll("svg.lanes .axis")].every((t) => t.getBoundingClientRect().right <= innerWidth);
+found.wide = document.documentElement.scrollWidth <= innerWidth;
+document.title = JSON.stringify(found);
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("width", [1200, 500])
+def test_its_tools_work_in_a_browser(run: ExampleResult, page: str, tmp_path: Path, width: int) -> None:
+    copy = tmp_path / "report.html"
+    use = re.search(r"<script>(.*)</script>", USE, re.S)[1]  # type: ignore[index]
+    hashed = base64.b64encode(hashlib.sha256(use.encode()).digest()).decode()
+    allowed = page.replace("script-src ", f"script-src &#x27;sha256-{hashed}&#x27; ")
+    copy.write_text(allowed.replace("</body>", USE + "</body>"), encoding="utf-8")
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--disable-background-networking", "--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", copy.as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    title = re.search(r"<title>(\{.*?\})</title>", done.stdout, re.S)
+    assert title is not None, done.stdout[:300]
+    found = json.loads(title[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    assert len(found["all"]) == 6
+    assert found["searched"] == ["HANG"]
+    assert found["only"] == ["PASS"] * 3
+    assert found["up"] == sorted(found["all"])
+    assert found["down"] == sorted(found["all"], reverse=True)
+    assert found["sorted"] == "descending"
+    assert (float(found["zoom"]), float(found["whole"])) == (2, 1)
+    assert found["axis"], "both ends of the axis are on the screen"
+    assert found["wide"], "the page itself does not scroll sideways"
+    assert len(set(re.findall(r'data-lane="(\d+)"', article(page, "test_one_of_many")))) == 12
