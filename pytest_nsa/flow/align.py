@@ -174,9 +174,8 @@ class Pair:
             if different is not None else None
         )  # fmt: skip
         is_callee = found is not None and found.kind == "callee" and found.frames[0] is a
-        if (
-            calls is not None and is_callee and {call.kind for call in calls} == MESSAGES
-        ):  # who sends calls other functions
+        is_message = calls is not None and {call.kind for call in calls} == MESSAGES
+        if calls is not None and is_callee and is_message:  # the sender calls other functions than the receiver
             return Parting("argument", (a, b), (i, j), calls)
         if found is not None or mine == others:
             return found

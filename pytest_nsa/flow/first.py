@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -172,15 +172,14 @@ def find_owed(
         if flow.rank not in ranks or flow.rank == waiting or call.peer not in (-1, flow.rank):
             continue
         is_owed = functools.partial(_is_half, call, waiting)
-        made = [made for calls in flow.calls.values() for made in calls if is_owed(made)]
+        made = _list_made(flow, is_owed)
         before = [c for c in made if c.kind not in KEYS or _read_numbers(c.key) < _read_numbers(call.key)]
         in_rounds = find_in_rounds(flow, before[-1], is_owed, members) if before else None
         if in_rounds is not None:
             return _describe_rounds(*in_rounds)
         found = []
         for other in flows:
-            of_other = [c for calls in other.calls.values() for c in calls if is_owed(c)]
-            if other.rank not in (flow.rank, waiting) and len(of_other) > len(made):
+            if other.rank not in (flow.rank, waiting) and len(_list_made(other, is_owed)) > len(made):
                 pair = Pair(flow, other, members, is_owed=is_owed)
                 found.append((pair.part(), pair))
         here = [(parting, pair) for parting, pair in found if parting is not None]
@@ -188,6 +187,11 @@ def find_owed(
             described = _described(here, [])
             return None if described.is_by_role else described
     return None
+
+
+def _list_made(flow: Flow, is_owed: Callable[[Call], bool]) -> list[Call]:
+    """Return the calls of a rank for which ``is_owed`` returns true, those of a thread in their order."""
+    return [call for calls in flow.calls.values() for call in calls if is_owed(call)]
 
 
 def _is_half(awaited: Call, waiting: int, call: Call) -> bool:
