@@ -52,21 +52,17 @@ def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDive
     waiting = [rank for rank in evidence.ranks if not rank.finished]
     kinds = COLLECTIVES
     kinds |= KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset()
-    kinds |= MESSAGES if any(map(_is_in_message, waiting)) else frozenset()
+    peers = {rank.rank: rank.board.blocked.peer for rank in waiting if rank.board is not None and rank.board.blocked}
+    kinds |= MESSAGES if any(peer >= 0 for peer in peers.values()) else frozenset()
     found = find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
-    if kinds != COLLECTIVES and (found is None or found.is_by_rank):  # who sends and who receives part by right
-        for_one = {rank.rank for rank in waiting if rank.waits_for_a_key or _is_in_message(rank)}
+    for_one = {rank.rank for rank in waiting if rank.waits_for_a_key or peers.get(rank.rank, -1) != -1}
+    if for_one and (found is None or found.is_by_rank):  # who sends and who receives part by right
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         found = find_owed(flows, evidence.members, awaited, verdict.ranks) or found
     is_known = verdict.outcome == "HANG" and verdict.cause not in _EXCEPTIONS
     is_known = is_known and (verdict.certain or not _is_open(verdict))
     return found if found is not None or not is_known else find_last_decision(flows, evidence.members, present)
-
-
-def _is_in_message(rank: RankEvidence) -> bool:
-    call = rank.board.blocked if rank.board is not None else None
-    return call is not None and call.peer >= 0
 
 
 def _is_open(verdict: Verdict) -> bool:

@@ -169,7 +169,7 @@ def find_owed(
     with the others that made such calls more often.
     """
     for (waiting, call), flow in itertools.product(awaited, flows):
-        if flow.rank not in ranks or flow.rank == waiting or call.peer not in (-1, flow.rank):
+        if flow.rank not in ranks or flow.rank == waiting or (call.peer >= 0 and call.peer != flow.rank):
             continue
         is_owed = functools.partial(_is_half, call, waiting)
         made = _list_made(flow, is_owed)

@@ -21,23 +21,27 @@ def find_in_rounds(
 ) -> tuple[Parting, Pair] | None:
     """Return where a rank's rounds part, the earlier one first; None where no two in a row had more such calls than the next.
 
-    ``last`` is the call before the one that is missing. ``is_owed`` returns whether a call is like the missing one.
+    ``last`` is the call before the one that is missing: its round or the next counts, else the one round that had fewer.
+    ``is_owed`` returns whether a call is like the missing one.
     """
+    pair, others = Pair(flow, flow, members, is_owed=is_owed), []
     for frame, at in _list_callers(flow, last):
         source = read_source(frame.file)
         statement = source.statement(frame.lines[at])
         for loop in reversed([] if isinstance(statement, int) else source.loops(statement)):
             rounds = _list_rounds(frame, source, loop)
             numbers = [sum(map(is_owed, frame.list_calls(*part))) for part in rounds]
-            of_last = next((n for n, (begin, end) in enumerate(rounds) if begin <= at < end), -1)
-            for before in (of_last, of_last - 1):
-                is_next = 0 < before < len(rounds) - 1
-                if is_next and numbers[before + 1] < min(numbers[before - 1], numbers[before]):
-                    pair = Pair(flow, flow, members, is_owed=is_owed)
-                    found = _align(pair, frame, rounds[before], rounds[before + 1])
+            short = [n for n in range(2, len(rounds)) if numbers[n] < min(numbers[n - 2 : n])]
+            of_last = next((n for n, (begin, end) in enumerate(rounds) if begin <= at < end), -2)
+            for n in short[::-1]:
+                if n in (of_last, of_last + 1):
+                    found = _align(pair, frame, rounds[n - 1], rounds[n])
                     if found is not None:
                         return found, pair
-    return None
+            if len(short) == 1:  # a round that often has fewer shows nothing
+                others.append((frame, rounds[short[0] - 1], rounds[short[0]]))
+    found = next(filter(None, (_align(pair, *other) for other in others)), None)
+    return None if found is None else (found, pair)
 
 
 def _list_callers(flow: Flow, call: Call) -> list[tuple[Frame, int]]:

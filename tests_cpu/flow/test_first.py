@@ -197,6 +197,7 @@ def find_owed_by(program: Callable[..., None], rank: int, folder: Path) -> First
     ("program", "rank", "outcome", "before", "reason"),
     [
         (roles.publishes_not_every_version, 0, "true", "false", "norm"),
+        (roles.numbers_what_it_publishes, 0, "true", "false", "loss"),
         (roles.sends_no_part_of_a_layer, 1, "left the loop", "another pass", "owned()"),
         (roles.sends_fewer_than_others, 3, "left the loop", "", "prompts"),
     ],
