@@ -113,7 +113,10 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     follow = tuple(
         label for label in _labels_of_next(found) if (label.file, label.line, label.ranks[0]) not in at_lines
     )
-    changed = replace(verdict, first_divergence=found.to_json(), labels=(*_labels(found), *follow, *labels))
+    shown = (*_labels(found), *follow, *labels)
+    lines = {(label.file, label.line) for label in shown}
+    blamed = tuple(label for label in verdict.labels if not label.text and (label.file, label.line) not in lines)
+    changed = replace(verdict, first_divergence=found.to_json(), labels=(*shown, *blamed))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
     in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was skipped
     parted = tuple(sorted(rank for ranks in found.outcomes.values() for rank in ranks))
@@ -126,6 +129,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     is_known = is_same and bool(found.exceptional)
     return replace(
         changed,
+        labels=shown,
         cause=_cause(found, verdict, to_blame),
         ranks=to_blame,
         where=found.where,
