@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_nsa.diagnosis.labels import CONDITION
-from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Label, Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Label, Verdict, describe_ranks
 from pytest_nsa.evidence.source import LOCATION, is_below
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
@@ -19,6 +19,7 @@ from pytest_nsa.flow.reasons import LEFT
 # The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
 # who sends or sets it, part by right.
 BY_WEIGHTS = ("calls.", "absence.", "groups.", "hooks.")
+FOR_ONE = ("p2p_unmatched", "missing_collective")  # one rank owes a message or a key
 UNKNOWN = "unknown"
 SURE = 0.7  # the rules, by what the ranks did in earlier rounds
 RAISES = "raises "
@@ -107,7 +108,10 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
 
 
 def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) -> Verdict:
-    """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights."""
+    """Return a verdict with a divergence. Cause, ranks and line follow from it, where the verdict's were chosen by weights.
+
+    Where a rank that owes a message or a key did otherwise, the line follows: that of the missing call is the consequence.
+    """
     labels = tuple(label for label in verdict.labels if label.text not in (CONDITION, ""))
     at_lines = {(label.file, label.line, rank) for label in labels for rank in label.ranks}
     follow = tuple(
@@ -123,6 +127,18 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     # Ranks that did not part are no cause; without a minority both sides may be.
     either = parted if verdict.confidence < SURE and not {*parted} & {*verdict.ranks} else ()
     to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own or either
+    if verdict.cause in FOR_ONE and its_own and not found.is_by_role:
+        who = describe_ranks(verdict.ranks, verdict.world_size)
+        others = "in its round before" if found.outcome_before else "the others"
+        return replace(
+            changed,
+            labels=shown,
+            where=found.where,
+            reason=f"{who} did otherwise than {others} at `{found.statement}`",
+            because=(verdict.reason, *verdict.because),
+            advice="begin the call that is awaited on this path, too, or let the other rank know that there is none",
+            called_from="",
+        )
     raised_later = _raised_later(verdict, found, to_blame)
     if not (_is_open(verdict) or raised_later) or not found.is_alone or not to_blame:
         return changed

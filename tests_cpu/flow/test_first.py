@@ -214,6 +214,26 @@ def test_a_call_that_a_rank_owes(
     }
 
 
+@pytest.mark.parametrize(
+    ("program", "rank", "than"),
+    [
+        (roles.publishes_not_every_version, 0, "in its round before"),
+        (roles.sends_fewer_than_others, 3, "the others"),
+    ],
+)
+def test_a_verdict_on_a_missing_call_names_the_decision(
+    program: Callable[..., None], rank: int, than: str, tmp_path: Path
+) -> None:
+    found = find_owed_by(program, rank, tmp_path)
+    missing = Verdict(
+        nodeid="test", outcome="HANG", cause="p2p_unmatched", ranks=(rank,), world_size=4, reason="they do not pair"
+    )
+    verdict = with_divergence(missing, found, is_same=True)
+    assert (verdict.cause, verdict.ranks, verdict.where) == ("p2p_unmatched", (rank,), found.where)
+    assert verdict.reason == f"rank {rank} did otherwise than {than} at `{found.statement}`"
+    assert verdict.because[0] == "they do not pair"
+
+
 def test_the_decision_that_led_to_a_wait_for_no_other_rank(tmp_path: Path) -> None:
     program = roles.stops_before_a_thread_has_ended
     flows = [record(program, tmp_path, rank) for rank in range(3)]
