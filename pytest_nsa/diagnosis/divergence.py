@@ -136,7 +136,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
             where=found.where,
             reason=f"{who} did otherwise than {others} at `{found.statement}`",
             because=(verdict.reason, *verdict.because),
-            advice="begin the call that is awaited on this path, too, or let the other rank know that there is none",
+            advice="begin the awaited call on this path, too, or make the other rank wait for fewer",
             called_from="",
         )
     raised_later = _raised_later(verdict, found, to_blame)
