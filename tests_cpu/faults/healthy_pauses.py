@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_nsa import world_size
-from pytest_nsa.fixtures import DDP, Group
+from pytest_nsa.fixtures import DDP, FSDP, Group
 from tests_cpu.faults.planting import Net, net, train
 
 LONG_S = 2.5
@@ -110,6 +110,15 @@ def test_a_big_checkpoint(group: Group, tmp_path: Path) -> None:
 
 
 @world_size(2)
+def test_two_thousand_small_collectives(group: Group) -> None:
+    total = torch.ones(1)
+    for _ in range(2000):
+        total.fill_(1)
+        dist.all_reduce(total)
+    assert total.item() == 2
+
+
+@world_size(2)
 def test_busy_cores(ddp: DDP) -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
@@ -118,6 +127,16 @@ def test_busy_cores(ddp: DDP) -> None:
         for other in others:
             other.kill()
             other.wait()
+
+
+@world_size(2)
+def test_asynchronous_collectives_that_wait_for_each_other(group: Group) -> None:
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(5)]
+    if group.rank == 1:
+        time.sleep(1.5)
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
 
 
 @world_size(2)
@@ -130,11 +149,64 @@ def test_a_lock_that_is_released(group: Group) -> None:
 
 
 @world_size(2)
+def test_accumulation_without_synchronisation(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    for _ in range(3):
+        with model.no_sync():  # type: ignore[operator]
+            model(torch.ones(2, 8)).sum().backward()
+        model(torch.ones(2, 8)).sum().backward()
+
+
+@world_size(2)
+def test_forwards_without_backward_on_one_rank(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    for step in range(4):
+        if ddp.rank == 0 and step == 2:
+            model.module(torch.ones(2, 8))
+        model(torch.ones(2, 8)).sum().backward()
+
+
+@world_size(4)
+def test_groups_of_two_that_do_different_things(group: Group) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[group.rank // 2]
+    for _ in range(3 + group.rank // 2):
+        dist.all_reduce(torch.ones(1 + group.rank // 2), group=mine)
+    dist.barrier()
+
+
+@world_size(2)
+def test_sends_and_receives(group: Group) -> None:
+    other = 1 - group.rank
+    for _ in range(3):
+        if group.rank == 0:
+            time.sleep(0.5)
+            dist.send(torch.ones(2), other)
+        else:
+            dist.recv(torch.ones(2), other)
+    dist.barrier()
+
+
+@world_size(2)
+def test_fsdp_with_uneven_work(fsdp: FSDP) -> None:
+    model = fsdp.wrap(net())
+    for _ in range(3):
+        if fsdp.rank == 1:
+            time.sleep(0.7)
+        model(torch.ones(2, 8)).sum().backward()
+
+
+@world_size(2)
 def test_a_nan_that_the_test_expects(ddp: DDP) -> None:
     model = ddp.wrap(net())
     loss = model(torch.full((2, 8), float("nan"))).sum()
     loss.backward()
     assert torch.isnan(loss)
+
+
+@world_size(2)
+def test_other_data_and_equal_gradients(ddp: DDP) -> None:
+    train(ddp.wrap(net()), ddp.rank, steps=5)
 
 
 @world_size(2)
