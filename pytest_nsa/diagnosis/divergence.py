@@ -61,9 +61,10 @@ def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDive
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         found = find_owed(flows, evidence.members, awaited, verdict.ranks) or found
-    is_known = verdict.outcome == "HANG" and verdict.cause not in _EXCEPTIONS
-    is_known = is_known and (verdict.certain or not _is_open(verdict))
-    return found if found is not None or not is_known else find_last_decision(flows, evidence.members, present)
+    is_known = verdict.certain or not _is_open(verdict)
+    if found is not None or verdict.outcome != "HANG" or verdict.cause in _EXCEPTIONS or not is_known:
+        return found
+    return find_last_decision(flows, evidence.members, present)
 
 
 def _is_open(verdict: Verdict) -> bool:

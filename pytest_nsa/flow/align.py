@@ -297,6 +297,11 @@ def name_key(call: Call) -> str:
     return _NUMBERS.sub("#", call.key)
 
 
+def list_numbers(call: Call) -> list[int]:
+    """Return the numbers in the key of a store: of the round, of the rank."""
+    return [int(number) for number in _NUMBERS.findall(call.key)]
+
+
 def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Frame, int]:
     """Return the innermost statement that raised on one rank and not on the other, in the frames that both called."""
     while True:

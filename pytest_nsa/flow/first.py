@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, name_key
+from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, list_numbers, name_key
 from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_library, place, side, trace_back
 from pytest_nsa.flow.rounds import find_in_rounds
@@ -173,20 +173,26 @@ def find_owed(
             continue
         is_owed = functools.partial(_is_half, call, waiting)
         made = _list_made(flow, is_owed)
-        before = [c for c in made if c.kind not in KEYS or _read_numbers(c.key) < _read_numbers(call.key)]
+        before = [c for c in made if c.kind not in KEYS or list_numbers(c) < list_numbers(call)]
         in_rounds = find_in_rounds(flow, before[-1], is_owed, members) if before else None
         if in_rounds is not None:
             return _describe_rounds(*in_rounds)
-        found = []
-        for other in flows:
-            if other.rank not in (flow.rank, waiting) and len(_list_made(other, is_owed)) > len(made):
-                pair = Pair(flow, other, members, is_owed=is_owed)
-                found.append((pair.part(), pair))
-        here = [(parting, pair) for parting, pair in found if parting is not None]
-        if here and len({parting.statement for parting, _ in here}) == 1 and len(here) == len(found):
-            described = _described(here, [])
+        pairs = [
+            Pair(flow, other, members, is_owed=is_owed)
+            for other in flows
+            if other.rank not in (flow.rank, waiting) and len(_list_made(other, is_owed)) > len(made)
+        ]
+        described = _describe_shared([(pair.part(), pair) for pair in pairs])
+        if described is not None:
             return None if described.is_by_role else described
     return None
+
+
+def _describe_shared(found: Sequence[tuple[Parting | None, Pair]]) -> FirstDivergence | None:
+    """Return the statement at which all pairs part; None where one of them does not, or parts at another statement."""
+    here = [(parting, pair) for parting, pair in found if parting is not None]
+    is_one = len(here) == len(found) and len({parting.statement for parting, _ in here}) == 1
+    return _described(here, []) if is_one else None
 
 
 def _list_made(flow: Flow, is_owed: Callable[[Call], bool]) -> list[Call]:
@@ -199,10 +205,6 @@ def _is_half(awaited: Call, waiting: int, call: Call) -> bool:
     if awaited.kind in KEYS:
         return call.kind == "set" and name_key(call) == name_key(awaited)
     return call.kind in MESSAGES and call.kind != awaited.kind and call.peer == waiting
-
-
-def _read_numbers(key: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", key)]
 
 
 def _describe_rounds(parting: Parting, pair: Pair) -> FirstDivergence:
@@ -237,10 +239,9 @@ def find_last_decision(flows: Sequence[Flow], members: Members, odd: Sequence[in
             for pair in (Pair(by_rank[one], by_rank[other], members, notes_all=True) for other in others)
         ]
         shared = set.intersection(*({p.statement for p, _ in of} for of in sides))
-        here = [next((f for f in reversed(of) if f[0].statement in shared), None) for of in sides]
-        last = [found for found in here if found is not None]
-        if last and len({p.statement for p, _ in last}) == 1:
-            described = _described(last, [])
+        last = [next(f for f in reversed(of) if f[0].statement in shared) for of in sides if shared]
+        described = _describe_shared(last)
+        if described is not None:
             return None if described.is_by_role else replace(described, is_alone=False)
     return None
 

@@ -33,8 +33,8 @@ def find_in_rounds(
             numbers = [sum(map(is_owed, frame.list_calls(*part))) for part in rounds]
             short = [n for n in range(2, len(rounds)) if numbers[n] < min(numbers[n - 2 : n])]
             of_last = next((n for n, (begin, end) in enumerate(rounds) if begin <= at < end), -2)
-            for n in short[::-1]:
-                if n in (of_last, of_last + 1):
+            for n in (of_last + 1, of_last):
+                if n in short:
                     found = _align(pair, frame, rounds[n - 1], rounds[n])
                     if found is not None:
                         return found, pair

@@ -185,7 +185,7 @@ def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -
     assert set(found.outcomes) == {"begins send (tag 2)", "begins recv (tag 3)"}
 
 
-def find_owed_by(program: Callable[..., None], rank: int, folder: Path) -> FirstDivergence | None:
+def find_missing_call(program: Callable[..., None], rank: int, folder: Path) -> FirstDivergence | None:
     """Return where a rank did not begin the call that the ranks wait for in their last one."""
     flows = [record(program, folder, r) for r in range(4)]
     awaited = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if flow.rank != rank and calls]
@@ -205,7 +205,7 @@ def find_owed_by(program: Callable[..., None], rank: int, folder: Path) -> First
 def test_a_call_that_a_rank_owes(
     program: Callable[..., None], rank: int, outcome: str, before: str, reason: str, tmp_path: Path
 ) -> None:
-    found = find_owed_by(program, rank, tmp_path)
+    found = find_missing_call(program, rank, tmp_path)
     assert (found.outcomes[outcome], found.outcome_before) == ((rank,), before)
     assert reason in {step.name for step in found.because}
     assert get_marked(program) in {
@@ -224,7 +224,7 @@ def test_a_call_that_a_rank_owes(
 def test_a_verdict_on_a_missing_call_names_the_decision(
     program: Callable[..., None], rank: int, than: str, tmp_path: Path
 ) -> None:
-    found = find_owed_by(program, rank, tmp_path)
+    found = find_missing_call(program, rank, tmp_path)
     missing = Verdict(
         nodeid="test", outcome="HANG", cause="p2p_unmatched", ranks=(rank,), world_size=4, reason="they do not pair"
     )
