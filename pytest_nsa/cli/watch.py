@@ -276,8 +276,8 @@ class LaunchedWatcher(Watcher):
         before, was_over = self.finding, self._is_over
         self.job.look()
         self.job.stalled_s = self.observer.watch.stalled_s
+        self._is_over = self.job.has_ended()  # before the boards are read: the last ones show the end
         self.observer.look()
-        self._is_over = self.job.has_ended()
         if self._is_over and not was_over:
             evidence = self.job.read_again()
             self._last = self.job.suspect(evidence) if self.job.has_stated_its_end() else before
