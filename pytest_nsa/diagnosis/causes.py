@@ -80,8 +80,7 @@ _REGISTRY = (
           advice="the reason names what cannot be used: mend it, or name another; no code of the test is at fault"),
     _blocked(name="lock_deadlock",
              summary="a rank waits for a lock, a queue, an event or a thread.",
-             advice="make what it waits for happen on every path (release locks by `with`), and do not wait inside a backward "
-             "or a hook"),
+             advice="make what it waits for happen on every path (release locks by `with`)"),
     _blocked(name="infinite_loop", at_work=True,
              summary="Python code runs without making progress.",
              advice="give the loop a condition that ends it; the stack names its line"),

@@ -257,12 +257,15 @@ def _advice(found: FirstDivergence) -> str:
         return "give the call the same arguments on every rank of its group"
     if found.kind == "exception" or any(text.startswith(RAISES) for _, text in found.then.values()):
         return "handle the exception on all ranks alike, or let it end the test"
-    names = [name for name in found.values if "rank" not in name.lower()]
+    # Without a name that the statement reads: what a function returned to it.
+    values = {name: tuple(of.values()) for name, of in found.values.items()}
+    values = values or {step.name: step.values for step in found.because[:1]}
+    names = [name for name in values if "rank" not in name.lower()]
     set_by = {step.name: step.statement.partition("=")[2] for step in reversed(found.because)}
     # The one from which the others follow.
     first = next((n for n in names if not any(o in set_by.get(n, "") for o in names if o != n)), next(iter(names), ""))
     # A container or an object cannot be reduced; a role is chosen by the number of the rank on purpose.
-    if first and not found.in_role and all(_REDUCIBLE.match(text) for text in found.values[first].values()):
+    if first and not found.in_role and all(map(_REDUCIBLE.match, values[first])):
         return f"decide by a value that all ranks share: reduce or broadcast `{first}` first"
     if found.in_role:
         return "let every rank of the group take this branch, or move its calls out of it"

@@ -37,6 +37,7 @@ _AWAITED = (  # by file and function of the library, and by source where it has 
     ("/queue.py", "join", r"$^", "the tasks of a queue, which no thread has completed"),
     ("/concurrent/futures/_base.py", "result", r"\.result\(", "a result that no thread has delivered"),
     ("/threading.py", "join", r"\.join\(", "a thread that has not ended"),
+    ("/threading.py", "acquire", r"$^", "a semaphore that no thread has released"),
     ("/threading.py", "wait", r"\.wait\(", "an event or a condition that no thread has set"),
 )
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.flow.first import FirstDivergence
+from pytest_nsa.flow.reasons import Step
 from pytest_nsa.report.markup import Markup, tag
 
 MOST_STEPS = 4
@@ -27,11 +28,13 @@ def describe_causes(verdict: Verdict) -> list[str]:
     out = [f"  diverged in {found.within}"] if found.within else []
     for step in [step for step in found.because if step.where][:MOST_STEPS]:
         by_right = f" (by {step.by_right})" if step.by_right else ""
-        values = " or ".join(_shorten(text) for text in step.values)
-        out.append(
-            f"  because  {step.name} = {values} {step.verb} at {step.where.partition(' in ')[0]}: {step.statement}{by_right}"
-        )
+        at = step.where.partition(" in ")[0]
+        out.append(f"  because  {step.name} = {_list_values(step)} {step.verb} at {at}: {step.statement}{by_right}")
     return out
+
+
+def _list_values(step: Step) -> str:
+    return " or ".join(map(_shorten, step.values))
 
 
 def divergence_table(verdict: Verdict) -> Markup | None:
@@ -53,7 +56,8 @@ def divergence_table(verdict: Verdict) -> Markup | None:
         cells = (tag("td", tag("code", of.get(name, ""))) for _, _, of in sides)
         rows.append(tag("tr", tag("th", tag("code", name), scope="row"), *cells))
     steps = [
-        tag("li", tag("code", step.name), f" {step.verb} at ", tag("code", step.where), ": ", tag("code", step.statement))
+        tag("li", tag("code", f"{step.name} = {_list_values(step)}"), f" {step.verb} at ", tag("code", step.where), ": ",
+            tag("code", step.statement))
         for step in found.because if step.where
     ]  # fmt: skip
     return tag(

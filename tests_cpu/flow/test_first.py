@@ -168,6 +168,14 @@ def test_a_decision_of_a_library_is_the_reason(tmp_path: Path) -> None:
     assert changed.reason == "the ranks parted at `if self.stop:` of trainers, called here"
 
 
+@pytest.mark.parametrize(
+    ("name", "decides"), [("leaves_a_loop_by_its_own_value", "`local`"), ("counts_other_things", "`is_due()`")]
+)
+def test_what_to_reduce_before_a_decision(name: str, decides: str, tmp_path: Path) -> None:
+    unknown = Verdict(nodeid="test", outcome="HANG", cause="unknown", ranks=(0, 1, 2), world_size=RANKS)
+    assert decides in with_divergence(unknown, first_of(name, tmp_path), is_same=True).advice
+
+
 @pytest.mark.parametrize(("ranks", "sure", "blamed"), [((2,), 0.4, (0, 1)), ((2,), 0.9, (2,)), ((0,), 0.4, (0,))])
 def test_a_guess_at_ranks_that_did_not_part_gives_way(
     ranks: tuple[int, ...], sure: float, blamed: tuple[int, ...], tmp_path: Path

@@ -165,7 +165,7 @@ def _failed_child(rank: RankEvidence) -> Activity | None:
 def _child(rank: RankEvidence) -> Activity | None:
     if not any(file.endswith(_CHILD_FILES) for file in _library_files(rank)) and _wchan(rank) != "do_wait":
         return None
-    commands = ", ".join(rank.process.get("children", ())) or "unknown"
+    commands = ", ".join(rank.process.get("children", ())).replace("; ", ";") or "unknown"  # no statement ends in it
     works = " that computes" if rank.process.get("below_cpu_share", 0.0) >= BUSY else ""
     return Activity("child_process", f"waits for a child process{works}: {commands}")
 
