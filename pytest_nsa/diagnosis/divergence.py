@@ -12,9 +12,9 @@ from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Label, Verdict, de
 from pytest_nsa.evidence.source import LOCATION, is_below
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
-from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_other_values, find_owed
+from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_owed, list_other_values
 from pytest_nsa.flow.read import FILE, read_flow
-from pytest_nsa.flow.reasons import LEFT
+from pytest_nsa.flow.reasons import LEFT, shorten
 
 # The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
 # who sends or sets it, part by right.
@@ -49,7 +49,7 @@ def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDive
             frame.file = frame.file if is_below(frame.file, below) else ""
     present = [rank for rank in verdict.ranks if rank in {flow.rank for flow in flows}]
     if verdict.cause == "silent_divergence":
-        return find_other_values(flows, evidence.members, present)
+        return next(list_other_values(flows, evidence.members, present), None)
     waiting = [rank for rank in evidence.ranks if not rank.finished]
     kinds = COLLECTIVES
     kinds |= KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset()
@@ -62,6 +62,9 @@ def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDive
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         found = find_owed(flows, evidence.members, awaited, verdict.ranks) or found
     is_known = verdict.certain or not _is_open(verdict)
+    if found is None and verdict.cause == "assertion":  # all calls fit: what these ranks did otherwise changed no call
+        others = list_other_values(flows, evidence.members, present)
+        return next((replace(other, is_alone=False) for other in others if not other.is_by_role), None)
     if found is not None or verdict.outcome != "HANG" or verdict.cause in _EXCEPTIONS or not is_known:
         return found
     return find_last_decision(flows, evidence.members, present)
@@ -226,12 +229,12 @@ def _labels(found: FirstDivergence) -> tuple[Label, ...]:
     sides = []
     for outcome, ranks in found.outcomes.items():
         values = {name: list(dict.fromkeys(of[r] for r in ranks if r in of)) for name, of in found.values.items()}
-        shown = ", ".join(f"{name} = {' or '.join(of[:3])}" for name, of in values.items() if of)
+        shown = ", ".join(f"{name} = {' or '.join(map(shorten, of[:3]))}" for name, of in values.items() if of)
         text = _DOES.get(outcome, outcome) + (f": {shown}" if shown else "")
         alike = tuple(sorted((*ranks, *found.others.get(outcome, ()))))
         sides.append(Label(file=at["file"], line=int(at["line"]), ranks=alike, text=text))
     if found.outcome_before:
-        shown = ", ".join(f"{name} = {text}" for name, text in found.values_before.items())
+        shown = ", ".join(f"{name} = {shorten(text)}" for name, text in found.values_before.items())
         does = _DOES.get(found.outcome_before, found.outcome_before)
         text = f"{does} in its round before" + (f": {shown}" if shown else "")
         sides.append(Label(file=at["file"], line=int(at["line"]), ranks=sides[0].ranks, text=text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from pytest_nsa.wire.messages import Job
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
 POLLED_S = 2.0  # a stalled rank that has queried a store within this time polls it
 STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
+# The kernel sends these for an instruction of the process, and abort() sends SIGABRT: no other process is their sender.
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT)
 
 
 def _first_line(message: str) -> str:
@@ -375,6 +378,13 @@ class Evidence:
         newest = max((n["beat_time"] for n in boards), default=0.0)
         boards = [n for n in boards if n["beat_time"] > newest - SILENT_S]
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
+
+    def was_ended_by_the_test(self, rank: int) -> bool:
+        """Return whether the signal that ended a rank is of its own program: a crash's, or one that a rank sent to it."""
+        of = self.ranks[rank]
+        return of.signal in CRASHES or any(
+            sent[:2] == (of.pid, of.signal) for r in self.ranks for sent in r.signals_sent
+        )
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of a group. Of another world's group: those that recorded it. Of an unrecorded group: the ranks that

@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -143,6 +143,8 @@ def find_first(
             found.append((parting, pair))
     if not found:
         return None
+    if kinds != COLLECTIVES:  # who sends a message or sets a key parts by right
+        found = [f for f in found if not _is_by_rank(*f)] or found
     number = Counter(parting.statement for parting, _ in found)
     first = min(found, key=lambda f: (_count_calls(f), -number[f[0].statement]))[0].statement
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
@@ -153,11 +155,15 @@ def find_first(
 def _is_in_role(parting: Parting, pair: Pair) -> bool:
     """Return whether ranks do other things by their numbers, and one has begun no call since: they may meet behind it."""
     flows = pair.one, pair.other
-    is_by_rank = any(map(RANK.search, differing(parting, flows)))
-    return is_by_rank and any(
+    return _is_by_rank(parting, pair) and any(
         frame.is_open and not pair.shared(flow, frame.list_calls(at))
         for flow, frame, at in zip(flows, parting.frames, parting.at, strict=True)
     )
+
+
+def _is_by_rank(parting: Parting, pair: Pair) -> bool:
+    """Return whether the statement reads the number of a rank, and two ranks part there by it."""
+    return any(map(RANK.search, differing(parting, (pair.one, pair.other))))
 
 
 def find_owed(
@@ -277,8 +283,8 @@ def _differ_there(pair: Pair, parting: Parting, which: int) -> bool:
     return any((p.frames[0].number, p.at[0]) == there and p.kind != "value" for p in _note_all(pair))
 
 
-def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:
-    """Return the first statement that the ``odd`` ranks executed otherwise than the others, or that set another value there.
+def list_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> Iterator[FirstDivergence]:
+    """Yield the statements that the ``odd`` ranks executed otherwise than the others, or that set another value there, in order.
 
     Where two of the others differ, too, ranks differ by right. Without a second other rank, control flow alone counts.
     """
@@ -288,15 +294,13 @@ def find_other_values(flows: Sequence[Flow], members: Members, odd: Sequence[int
         odd, others = odd[:1], list(odd[1:2])
     by_right = _list_differing(by_rank, others, members)
     for one in odd:
-        for other in others:
-            pair = Pair(by_rank[one], by_rank[other], members, notes_all=True)
-            for parting in _noted(pair):
-                is_known = parting.kind != "value" or len(others) > 1
-                if is_known and parting.statement not in by_right:
-                    found = _described([(parting, pair)], [])
-                    alike = {text: tuple(others) if other in ranks else ranks for text, ranks in found.outcomes.items()}
-                    return replace(found, outcomes=alike)  # the others do not differ there
-    return None
+        pairs = [Pair(by_rank[one], by_rank[other], members, notes_all=True) for other in others[:MOST_OTHERS]]
+        noted = [_noted(pair) for pair in pairs]
+        for parting in next(iter(noted), []):
+            is_known = parting.kind != "value" or len(others) > 1
+            if is_known and parting.statement not in by_right:  # the others do not differ there
+                alike = [[p for p in of if p.statement == parting.statement][:1] for of in noted]
+                yield _described([(p, pair) for of, pair in zip(alike, pairs, strict=True) for p in of], [])
 
 
 def _noted(pair: Pair) -> list[Parting]:

@@ -44,6 +44,14 @@ class Step:
         return "is decided" if self.statement.startswith(("if ", "elif ", "while ", "for ", "match ")) else "is set"
 
 
+_LONG = re.compile(r"-?\d+\.\d{6,}(e[-+]\d+)?")  # a number with more digits than a reader needs
+
+
+def shorten(text: str) -> str:
+    """Return a value's text with at most six digits a number."""
+    return _LONG.sub(lambda number: f"{float(number[0]):.6g}", text)
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
     """A value of a name, and where it was set: a frame and the index of the line; `ARGUMENT` for an argument."""

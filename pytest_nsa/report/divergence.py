@@ -1,15 +1,13 @@
 """A first divergence as lines of text: the statement, what each side did there with which values, and why."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.flow.first import FirstDivergence
-from pytest_nsa.flow.reasons import Step
+from pytest_nsa.flow.reasons import Step, shorten
 from pytest_nsa.report.markup import Markup, tag
 
 MOST_STEPS = 4
-_LONG = re.compile(r"-?\d+\.\d{6,}(e[-+]\d+)?")  # a number with more digits than a reader needs
 
 
 def read_divergence(verdict: Verdict) -> FirstDivergence | None:
@@ -34,7 +32,7 @@ def describe_causes(verdict: Verdict) -> list[str]:
 
 
 def _list_values(step: Step) -> str:
-    return " or ".join(map(_shorten, step.values))
+    return " or ".join(map(shorten, step.values))
 
 
 def divergence_table(verdict: Verdict) -> Markup | None:
@@ -48,7 +46,7 @@ def divergence_table(verdict: Verdict) -> Markup | None:
         for outcome, ranks in found.outcomes.items()
     ]  # fmt: skip
     if found.outcome_before:
-        shown = {name: _shorten(text) for name, text in found.values_before.items()}
+        shown = {name: shorten(text) for name, text in found.values_before.items()}
         sides.append(("in its round before", found.outcome_before, shown))
     head = tag("tr", tag("td"), *(tag("th", who, scope="col") for who, _, _ in sides))
     rows = [tag("tr", tag("th", "did", scope="row"), *(tag("td", outcome) for _, outcome, _ in sides))]
@@ -71,9 +69,5 @@ def divergence_table(verdict: Verdict) -> Markup | None:
 
 
 def _value(of: Mapping[int, str], ranks: Sequence[int]) -> str:
-    texts = list(dict.fromkeys(_shorten(of[rank]) for rank in ranks if rank in of))
+    texts = list(dict.fromkeys(shorten(of[rank]) for rank in ranks if rank in of))
     return " or ".join(texts[:3])
-
-
-def _shorten(text: str) -> str:
-    return _LONG.sub(lambda number: f"{float(number[0]):.6g}", text)

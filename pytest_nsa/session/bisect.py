@@ -20,13 +20,11 @@ FLOW = "flow"
 AUTO = 5  # tests of a session that run again
 MOST_S, LEAST_S, TIMES = 60.0, 20.0, 4.0
 HANG_AFTER_S = 2.0  # of a stall with a suspicion: the first run has shown that it does not end
-# Nothing in the program's control flow explains these: the machine, a signal, or the group's addresses.
-_FROM_OUTSIDE = frozenset(
-    {"oom", "network_unusable", "init_timeout", "rank_died", "rank_stopped", "transport_stuck", "device_busy"}
-)
+# Nothing in the program's control flow explains these: the machine, a signal of another process, or the group's addresses.
+_FROM_OUTSIDE = frozenset({"oom", "network_unusable", "init_timeout", "rank_stopped", "transport_stuck", "device_busy"})
 
 
-def may_run_again(item: pytest.Item, settings: Settings, verdict: Verdict, made: int) -> bool:
+def may_run_again(item: pytest.Item, settings: Settings, verdict: Verdict, evidence: Evidence, made: int) -> bool:
     """Return whether a failed test runs again: its ranks did different things. ``made`` is the number of second runs so far."""
     mark = item.get_closest_marker("rerun")
     if (
@@ -36,6 +34,8 @@ def may_run_again(item: pytest.Item, settings: Settings, verdict: Verdict, made:
     ):
         return False
     if verdict.world_size < 2 or verdict.outcome not in ("HANG", "FAIL", "CRASH") or verdict.cause in _FROM_OUTSIDE:
+        return False
+    if verdict.cause == "rank_died" and not all(map(evidence.was_ended_by_the_test, verdict.ranks)):
         return False
     is_alike = len(verdict.ranks) == verdict.world_size and verdict.cause != "silent_divergence"
     if verdict.outcome == "FAIL" and is_alike:

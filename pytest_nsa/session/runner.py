@@ -293,7 +293,7 @@ class RankRunner:
         run: Callable[[float, Variation], tuple[Verdict, Evidence]],
     ) -> Verdict:  # fmt: skip
         """Return the verdict with what a second run adds: the statement at which the ranks parted. ``run`` takes its limit."""
-        if not may_run_again(item, self.settings, verdict, self._second_runs):
+        if not may_run_again(item, self.settings, verdict, evidence, self._second_runs):
             return verdict
         self._second_runs += 1
         limit = limit_second_run(evidence)

@@ -77,3 +77,22 @@ def waits_in_its_part(rank: int, call: Call) -> None:
         call("stuck")
         return
     call("all_reduce")
+
+
+def reads_a_version_ahead(rank: int, call: Call) -> None:
+    def read() -> None:
+        nonlocal version
+        version += 1
+        call("wait", kind="wait", key=f"plan/{version}")
+        if version > step:
+            call("stuck")
+
+    version, backlog = 0, 0
+    for step in range(1, 5):
+        if rank == 0:
+            call("set", kind="set", key=f"plan/{step}")
+        read()
+        backlog += 4 if (rank, step) == (2, 3) else 1
+        if backlog > 5:  # HERE
+            read()
+        call("all_reduce")

@@ -25,7 +25,7 @@ from nsa.trace.frames import add_user_file
 from pytest_nsa.diagnosis.divergence import with_divergence
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.flow import read as reading
-from pytest_nsa.flow.align import COLLECTIVES, MESSAGES
+from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
 from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_owed
 from pytest_nsa.flow.read import Flow, read_flow
 from tests_cpu.flow import programs, roles
@@ -253,6 +253,12 @@ def test_the_decision_that_led_to_a_wait_for_no_other_rank(tmp_path: Path) -> No
 def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: Path) -> None:
     flows = [record(roles.waits_in_its_part, tmp_path, rank) for rank in range(3)]
     assert find_first(flows, lambda group: range(3)) is None
+
+
+def test_who_sets_keys_parts_by_right(tmp_path: Path) -> None:
+    flows = [record(roles.reads_a_version_ahead, tmp_path, rank) for rank in range(3)]
+    found = find_first(flows, lambda group: range(3), kinds=COLLECTIVES | KEYS)
+    assert (found.where.split()[0], found.outcomes["true"]) == (get_marked(roles.reads_a_version_ahead), (2,))
 
 
 def get_marked(program: Callable[..., None]) -> str:

@@ -285,17 +285,55 @@ LOADS = """
 """
 
 
+ASSERTS = """
+        @world_size(3)
+        def test_it(group):
+            weight = torch.zeros(1)
+            for gradient in (1.0, 2.0 + group.rank):
+                total = torch.tensor([gradient])
+                dist.all_reduce(total)
+                if gradient > 3:  # HERE
+                    continue
+                weight += total
+            largest = weight.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            assert torch.equal(weight, largest)
+"""
+KILLS = """
+        import os
+        def test_it(group):
+            strikes = 0
+            for step in range(4):
+                strikes += group.rank == 1 and step != 1
+                if strikes > 2:  # HERE
+                    os.kill(os.getpid(), 9)
+                dist.barrier()
+"""
+
+
 @pytest.mark.parametrize(
-    ("source", "ranks", "above", "sides"), [(DRIFTS, (1,), (0, 1), [[0, 2], [1]]), (LOADS, (0, 1), (0,), [[0], [1]])]
+    ("source", "cause", "ranks", "above", "sides"),
+    [
+        (DRIFTS, "silent_divergence", (1,), (0, 1), [[0, 2], [1]]),
+        (LOADS, "silent_divergence", (0, 1), (0,), [[0], [1]]),
+        (ASSERTS, "assertion", (2,), (0,), [[0, 1], [2]]),
+        (KILLS, "rank_died", (1,), (0,), [[0], [1]]),
+    ],
+    ids=["drifts", "loads", "asserts", "kills"],
 )
-def test_parameters_that_differ_lead_to_the_statement_that_one_rank_executed_otherwise(
-    source: str, ranks: tuple[int, ...], above: tuple[int, ...], sides: list[list[int]], pytester: pytest.Pytester
+def test_a_failure_leads_to_the_statement_that_one_rank_executed_otherwise(
+    source: str,
+    cause: str,
+    ranks: tuple[int, ...],
+    above: tuple[int, ...],
+    sides: list[list[int]],
+    pytester: pytest.Pytester,
 ) -> None:
     result = run_example(pytester, source, *AGAIN)
     verdict = result.verdicts["test_it"]
-    assert (verdict.cause, verdict.ranks) == ("silent_divergence", ranks)
+    assert (verdict.cause, verdict.ranks) == (cause, ranks)
     line = get_line(result, pytester.path)
     found = verdict.first_divergence
     assert found["where"] in [f"test_example.py:{line - n} in test_it" for n in above]
     assert sorted(found["outcomes"].values()) == sides
-    assert f" | {found['statement']}" in result.stdout
+    assert found["statement"] in result.stdout

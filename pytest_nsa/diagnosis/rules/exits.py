@@ -24,7 +24,7 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.diagnosis.words import late_hint
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.stacks import Frame
-from pytest_nsa.evidence.values import STILL_LOOKS, Evidence, RaisedException, RankEvidence
+from pytest_nsa.evidence.values import CRASHES, STILL_LOOKS, Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.waiting import FOR_A_DEVICE
 
 # What torch raises on a rank after another rank has gone, always a consequence.
@@ -44,8 +44,6 @@ _CAUGHT = re.compile(r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.
 _TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 LEAVES = ("SystemExit", "Exit")
 LATE_FILE = "let the ranks meet between the writing and the reading of the file: what should do so let this rank pass"
-# The kernel sends these for an instruction of the process, and abort() sends SIGABRT: no other process is their sender.
-_OF_A_CRASH = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT)
 _OF_CRASHES = "native code crashed: look at the innermost call of the stack (rank*/fatal.txt), and run it alone"
 _ALSO_OF = {
     signal.SIGABRT: "; SIGABRT also follows a C++ exception",
@@ -147,7 +145,7 @@ def rank_died(evidence: Evidence) -> Finding | None:
     if rank.oom_kills:
         reason = f"rank {rank.rank} was ended by {name}, as its control group has no memory left{at}{ago}"
         return make_finding(evidence, "oom", [rank], reason, 0.95, facts=(exit_fact(rank),))
-    if rank.signal not in _OF_A_CRASH:
+    if rank.signal not in CRASHES:
         return found
     return replace(found, advice=_OF_CRASHES + _ALSO_OF.get(signal.Signals(rank.signal), ""))
 
