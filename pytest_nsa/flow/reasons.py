@@ -44,6 +44,7 @@ class Step:
         return "is decided" if self.statement.startswith(("if ", "elif ", "while ", "for ", "match ")) else "is set"
 
 
+_IN_A_LINE = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")  # functions without a statement
 _LONG = re.compile(r"-?\d+\.\d{6,}(e[-+]\d+)?")  # a number with more digits than a reader needs
 
 
@@ -124,10 +125,12 @@ def trace_back(parting: Parting, flows: tuple[Flow, Flow], list_earlier: Callabl
             if mine.text != others.text and found[-1] != (begun := _step(name, mine, others)):
                 found.append(begun)
             following = _following(mine, others)
-            if following is None or found[-1].by_right:
+            if following is None:
                 continue
             inside, at_next = following
             is_callee = inside[0] not in (mine.frame, mine.frame.above)
+            if found[-1].by_right and not is_callee:
+                continue
             if is_callee and _decides(inside, at_next):
                 values = tuple(_Value(f.returned, f, k, is_set=True) for f, k in zip(inside, at_next, strict=True))
                 found.append(_step(f"{inside[0].name}()", *values))
@@ -220,12 +223,14 @@ def _names(statement: Statement) -> list[str]:
 
 
 def _targets(statement: Statement) -> list[str]:
-    """Return the names and attributes that an assignment sets."""
+    """Return the names and attributes that a statement sets, without its body."""
     match statement:
         case ast.Assign():
             return [name for target in statement.targets for name in chains(target)]
-        case ast.AnnAssign() | ast.AugAssign():
+        case ast.AnnAssign() | ast.AugAssign() | ast.For() | ast.AsyncFor():
             return list(chains(statement.target))
+        case ast.With() | ast.AsyncWith():
+            return [name for item in statement.items if item.optional_vars for name in chains(item.optional_vars)]
         case _:
             return []
 
@@ -239,11 +244,27 @@ def _value(flow: Flow, frame: Frame, at: int, name: str) -> _Value | None:
         held = frame.values.get(index, {}).get(name) if index < at or index == ARGUMENT else None
         if held is not None:
             return _Value(held, frame, index, is_set=True)
-    if "." not in name or not 0 <= at < len(frame.sets_at):
+    if "." not in name:
+        return _value_read_later(frame, at, name)
+    if not 0 <= at < len(frame.sets_at):
         return None
     last = "." + name.rpartition(".")[2]  # an attribute, which another function may have set
     found = next((s for s in reversed(flow.sets[: frame.sets_at[at]]) if s[0].endswith(last)), None)
     return None if found is None else _Value(found[1], found[2], found[3], is_set=True)
+
+
+def _value_read_later(frame: Frame, at: int, name: str) -> _Value | None:
+    """Return the value of a name that no line sets before it is read again, or that the line returns."""
+    source = read_source(frame.file)
+    for index in range(max(at, 0), len(frame.lines)):
+        statement = source.statement(frame.lines[index])
+        if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name) and statement.value.id == name:
+            return None if frame.is_open else _Value(frame.returned, frame, index, is_set=False)
+        if name in frame.reads.get(index, ()):
+            return _Value(frame.reads[index][name], frame, index, is_set=False)
+        if name in _targets(statement):
+            break
+    return None
 
 
 def _setter(flow: Flow, value: _Value, name: str) -> _Value:
@@ -259,7 +280,20 @@ def _setter(flow: Flow, value: _Value, name: str) -> _Value:
         for set_name, text, of, index in reversed(flow.sets):
             if set_name.endswith(last) and text == value.text:
                 return _Value(text, of, index, is_set=True)
-    return value
+        return value
+    # The value of a tensor or another object is not recorded where it is set.
+    source = read_source(frame.file)
+    sets = (k for k in range(value.index - 1, -1, -1) if name in _targets(source.statement(frame.lines[k])))
+    index = next(sets, ARGUMENT)
+    return value if index == ARGUMENT and not _is_argument(frame, name) else replace(value, index=index, is_set=True)
+
+
+def _is_argument(frame: Frame, name: str) -> bool:
+    """Return whether the caller of a function gave it a name's value, or the line of a comprehension did."""
+    function = read_source(frame.file).statement(frame.first)
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return frame.name in _IN_A_LINE
+    return name in {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
 
 
 def _before_steps(value: _Value, name: str) -> _Value:

@@ -337,3 +337,36 @@ def test_a_failure_leads_to_the_statement_that_one_rank_executed_otherwise(
     assert found["where"] in [f"test_example.py:{line - n} in test_it" for n in above]
     assert sorted(found["outcomes"].values()) == sides
     assert found["statement"] in result.stdout
+
+
+PADS = """
+    def gather(rows):
+        flat = rows.flatten()
+        parts = [torch.empty_like(flat) for _ in range(3)]
+        dist.all_gather(parts, flat)
+
+    def pad(rank, step):
+        width = 8 if (rank, step) == (1, 2) else 4  # HERE
+        rows = torch.zeros(2, width)
+        return rows
+
+    @world_size(3)
+    def test_it(group):
+        for step in range(4):
+            gather(pad(group.rank, step))
+"""
+
+
+def test_the_sizes_of_a_call_lead_to_the_line_that_chose_them(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, PADS, *AGAIN)
+    verdict, line = result.verdicts["test_it"], get_line(result, pytester.path)
+    assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (1,))
+    found = verdict.first_divergence
+    assert (found["kind"], found["values"]["flat"]["1"]) == ("argument", "float32 [16]")
+    chain = [(step["name"], step["values"][1], step["where"].partition(" in ")[0]) for step in found["because"]]
+    assert chain == [
+        ("flat", "float32 [16]", f"test_example.py:{line - 5}"),
+        ("rows", "float32 [2, 8]", f"test_example.py:{line + 7}"),
+        ("rows", "float32 [2, 8]", f"test_example.py:{line + 1}"),
+        ("width", "8", f"test_example.py:{line}"),
+    ]

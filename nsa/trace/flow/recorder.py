@@ -119,9 +119,19 @@ class FlowRecorder:
             frame.muted.clear()
             frame.unwritten.clear()
         self._tool.call_begins()
+        self._write_objects(thread.open)
         self.log.text(CALL, thread.open[-1].number if thread.open else 0, json.dumps(facts))
         thread.calls += 1
         self._calls[thread.number] = thread.calls
+
+    def _write_objects(self, frames: list[Open]) -> None:
+        """Write the tensors and other objects that the frame which begins a call holds: no line that sets one writes it."""
+        of: FrameType | None = sys._getframe(2)
+        while of is not None and frames and of.f_code is not frames[-1].code.code:
+            of = of.f_back
+        if of is not None and frames:
+            names = of.f_locals
+            self.write(READ, frames[-1], [n for n, v in names.items() if type(v) not in PLAIN], names, {})
 
     def _begin_half(self) -> None:
         for code in self._known:
