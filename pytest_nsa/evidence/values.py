@@ -380,7 +380,7 @@ class Evidence:
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     def was_ended_by_the_test(self, rank: int) -> bool:
-        """Return whether the signal that ended a rank is of its own program: a crash's, or one that a rank sent to it."""
+        """Return whether the program itself ended a rank by a signal: by a crash, or as a rank sent it."""
         of = self.ranks[rank]
         return of.signal in CRASHES or any(
             sent[:2] == (of.pid, of.signal) for r in self.ranks for sent in r.signals_sent
