@@ -62,7 +62,8 @@ def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDive
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         found = find_owed(flows, evidence.members, awaited, verdict.ranks) or found
     is_known = verdict.certain or not _is_open(verdict)
-    if found is None and verdict.cause == "assertion":  # all calls fit: what these ranks did otherwise changed no call
+    # All calls fit: what the ranks that fail did otherwise changed no call.
+    if found is None and verdict.cause == "assertion" and len(present) < len(flows):
         others = list_other_values(flows, evidence.members, present)
         return next((replace(other, is_alone=False) for other in others if not other.is_by_role), None)
     if found is not None or verdict.outcome != "HANG" or verdict.cause in _EXCEPTIONS or not is_known:
