@@ -12,8 +12,15 @@ from pytest_nsa.diagnosis.verdict import NO_RANK, SECOND_RUN, Label, Verdict, de
 from pytest_nsa.evidence.source import LOCATION, is_below
 from pytest_nsa.evidence.values import Evidence, Fact, RankEvidence
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
-from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_owed, list_other_values
-from pytest_nsa.flow.read import FILE, read_flow
+from pytest_nsa.flow.first import (
+    FirstDivergence,
+    find_first,
+    find_last_decision,
+    find_owed,
+    find_unended,
+    list_other_values,
+)
+from pytest_nsa.flow.read import FILE, Flow, read_flow
 from pytest_nsa.flow.reasons import LEFT, shorten
 
 # The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
@@ -48,6 +55,16 @@ def _find(evidence: Evidence, verdict: Verdict, below: Path | None) -> FirstDive
         for frame in (frame for flow in flows for frame in flow.frames.values()):
             frame.file = frame.file if is_below(frame.file, below) else ""
     present = [rank for rank in verdict.ranks if rank in {flow.rank for flow in flows}]
+    found = _compare(evidence, verdict, flows, present)
+    if verdict.cause == "lock_deadlock":  # what would have ended the wait is nearer than where others went on
+        return find_unended(flows, evidence.members, present) or found
+    return found
+
+
+def _compare(
+    evidence: Evidence, verdict: Verdict, flows: Sequence[Flow], present: Sequence[int]
+) -> FirstDivergence | None:
+    """Return where ranks parted from each other."""
     if verdict.cause == "silent_divergence":
         return next(list_other_values(flows, evidence.members, present), None)
     waiting = [rank for rank in evidence.ranks if not rank.finished]

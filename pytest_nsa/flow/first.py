@@ -13,7 +13,7 @@ from typing import Any
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, list_numbers, name_key
 from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_library, place, side, trace_back
-from pytest_nsa.flow.rounds import find_in_rounds
+from pytest_nsa.flow.rounds import find_in_rounds, find_unended_wait
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
@@ -227,6 +227,13 @@ def _describe_rounds(parting: Parting, pair: Pair) -> FirstDivergence:
         outcome_before=side(parting, 0),
         values_before={name: texts[0] for name, texts in values.items()},
     )
+
+
+def find_unended(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:
+    """Return where one of ``odd`` ranks, which wait for a thread or a lock, did not do what ended such waits before."""
+    found = (find_unended_wait(flow, members) for flow in flows if flow.rank in odd)
+    in_rounds = next(filter(None, found), None)
+    return None if in_rounds is None else replace(_describe_rounds(*in_rounds), is_alone=False)
 
 
 def find_last_decision(flows: Sequence[Flow], members: Members, odd: Sequence[int]) -> FirstDivergence | None:

@@ -1,19 +1,34 @@
-"""The round of a loop in which a rank did not begin a call that another one awaits, aligned with the round before.
+"""The round of a loop in which a rank did not do what a wait needs, aligned with the round before.
 
 Who sends and who receives part by right, so two ranks do not show which message is missing. A rank that began such calls in earlier
-rounds is compared with itself.
+rounds is compared with itself. So is a rank that waits for one of its own threads, or for what it has taken itself.
 """
 
 import ast
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
+from nsa.trace.flow.statements import own_expressions
 from pytest_nsa.flow.align import Members, Pair, Parting
 from pytest_nsa.flow.read import Call, Flow, Frame
-from pytest_nsa.flow.source import Source, read_source
+from pytest_nsa.flow.source import Source, Statement, read_source
 
 Round = tuple[int, int]  # the index of the loop's line that begins it, and of the line behind its last one
+# By the method in which a thread waits, those that end the wait: of a lock, a semaphore, an event, a condition, a queue, a future.
+_ENDED_BY = {
+    "acquire": {"release"},
+    "wait": {"set", "notify", "notify_all"},
+    "wait_for": {"notify", "notify_all"},
+    "get": {"put", "put_nowait"},
+    "put": {"get", "get_nowait"},
+    "join": {"task_done"},
+    "result": {"set_result"},
+}
+_ENDS = "ends a wait"
+T = TypeVar("T")
 
 
 def find_in_rounds(
@@ -72,3 +87,69 @@ def _align(pair: Pair, frame: Frame, before: Round, after: Round) -> Parting | N
         for _, end in (before, after)
     ]
     return pair.part_frames(parts[0], parts[1], (before[0] + 1, after[0] + 1))
+
+
+def find_unended_wait(flow: Flow, members: Members) -> tuple[Parting, Pair] | None:
+    """Return where a rank's rounds part, the earlier one first: in the latest that called less often what would end its wait.
+
+    The rounds of a loop, or the threads that run one function. None where the rank waits in no such method. Adds calls to ``flow``.
+    """
+    latest = _note_ends(flow, _list_ends(flow))
+    if latest is None:
+        return None
+    pair = Pair(flow, flow, members, is_owed=lambda call: call.kind == _ENDS)
+    callers = _list_callers(flow, latest)
+    for frame, at in callers:
+        source = read_source(frame.file)
+        statement = source.statement(frame.lines[at])
+        for loop in reversed([] if isinstance(statement, int) else source.loops(statement)):
+            rounds = _list_rounds(frame, source, loop)
+            for before, after in _list_fewer([(part, frame.list_calls(*part)) for part in rounds]):
+                found = _align(pair, frame, before, after)
+                if found is not None:
+                    return found, pair
+    runs = [frame for frame in flow.roots if callers and frame.function == callers[0][0].function]
+    fewer = _list_fewer([(run, run.list_calls(0)) for run in runs])
+    parted = next(filter(None, (pair.part_frames(before, after) for before, after in fewer)), None)
+    return None if parted is None else (parted, pair)
+
+
+def _list_fewer(parts: list[tuple[T, list[Call]]]) -> Iterator[tuple[T, T]]:
+    """Yield each part that ends fewer waits than the part before it, behind that, the latest first."""
+    numbers = [sum(call.kind == _ENDS for call in calls) for _, calls in parts]
+    for n in range(len(parts) - 1, 0, -1):
+        if numbers[n] < numbers[n - 1]:
+            yield parts[n - 1][0], parts[n][0]
+
+
+def _list_ends(flow: Flow) -> set[str]:
+    """Return the methods that would end the wait in which the innermost frame of the main thread is."""
+    frames = [frame for frame in flow.frames.values() if frame.is_open and not frame.is_paused and not frame.thread]
+    inner = max((frame for frame in frames if frame.lines), key=lambda frame: frame.number, default=None)
+    called = _list_methods(read_source(inner.file).statement(inner.lines[-1])) if inner is not None else set()
+    return set().union(*(_ENDED_BY[name] for name in called & _ENDED_BY.keys()))
+
+
+@functools.cache
+def _list_methods(statement: Statement) -> set[str]:
+    """Return the methods that a statement, without its body, calls."""
+    parts = own_expressions(statement) if isinstance(statement, ast.stmt) else ()
+    calls = (node.func for part in parts for node in ast.walk(part) if isinstance(node, ast.Call))
+    return {function.attr for function in calls if isinstance(function, ast.Attribute)}
+
+
+def _note_ends(flow: Flow, names: set[str]) -> Call | None:
+    """Add a call for each executed statement that calls one of some methods; return the latest, None without any."""
+    call = None
+    for begun in list(flow.frames.values()) if names else ():
+        source = read_source(begun.file)
+        for index, line in enumerate(begun.lines):
+            if not _list_methods(source.statement(line)) & names:
+                continue
+            call = Call(_ENDS, "", "", "", -1, -1, "", "", (begun.number, index))
+            frame: Frame | None
+            frame, at = begun, index
+            while frame is not None:
+                frame.calls.setdefault(at, []).append(call)
+                at, frame = frame.above_at, frame.above
+    return call

@@ -4,6 +4,9 @@
 ``# HERE``.
 """
 
+import queue
+import threading
+
 from tests_cpu.flow.programs import Call
 
 
@@ -96,3 +99,44 @@ def reads_a_version_ahead(rank: int, call: Call) -> None:
         if backlog > 5:  # HERE
             read()
         call("all_reduce")
+
+
+def keeps_a_permit(rank: int, call: Call) -> None:
+    permits = threading.Semaphore(2)
+    for size in (1, 9, 2, 9, 3):
+        call("all_reduce" if permits.acquire(timeout=0) else "stuck", kind="none")
+        if size > 5:  # HERE
+            continue
+        permits.release()
+
+
+def waits_for_what_a_thread_has_not_set(rank: int, call: Call) -> None:
+    def fill(size: int) -> None:
+        if size % 4:  # HERE
+            return
+        full.set()
+
+    for size in (8, 4, 7):
+        full = threading.Event()
+        thread = threading.Thread(target=fill, args=(size,))
+        thread.start()
+        thread.join()
+        call("all_reduce" if full.wait(0) else "stuck", kind="none")
+
+
+def waits_for_a_worker_that_passes_over_a_part(rank: int, call: Call) -> None:
+    def work() -> None:
+        for part in iter(parts.get, None):
+            if part == 2:  # HERE
+                continue
+            results.put(part)
+
+    parts, results = queue.Queue[int | None](), queue.Queue[int]()
+    thread = threading.Thread(target=work)
+    thread.start()
+    for part in range(3):
+        parts.put(part)
+    parts.put(None)
+    thread.join()
+    for _part in range(3):
+        results.get() if results.qsize() else call("stuck")

@@ -26,7 +26,7 @@ from pytest_nsa.diagnosis.divergence import with_divergence
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.flow import read as reading
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
-from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_owed
+from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_owed, find_unended
 from pytest_nsa.flow.read import Flow, read_flow
 from tests_cpu.flow import programs, roles
 
@@ -253,6 +253,25 @@ def test_the_decision_that_led_to_a_wait_for_no_other_rank(tmp_path: Path) -> No
 def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: Path) -> None:
     flows = [record(roles.waits_in_its_part, tmp_path, rank) for rank in range(3)]
     assert find_first(flows, lambda group: range(3)) is None
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        roles.keeps_a_permit,
+        roles.waits_for_what_a_thread_has_not_set,
+        roles.waits_for_a_worker_that_passes_over_a_part,
+    ],
+)
+def test_what_would_have_ended_a_wait(program: Callable[..., None], tmp_path: Path) -> None:
+    flow = record(program, tmp_path, 1)
+    found = find_unended([flow], lambda group: range(3), [1])
+    assert (found.where.split()[0], found.outcomes, found.outcome_before) == (
+        get_marked(program),
+        {"true": (1,)},
+        "false",
+    )
+    assert find_unended([record(program, tmp_path, 0)], lambda group: range(3), [1]) is None
 
 
 def test_who_sets_keys_parts_by_right(tmp_path: Path) -> None:
