@@ -1,7 +1,7 @@
 """The round of a loop in which a rank did not do what a wait needs, aligned with the round before.
 
 Who sends and who receives part by right, so two ranks do not show which message is missing. A rank that began such calls in earlier
-rounds is compared with itself. So is a rank that waits for one of its own threads, or for what it has taken itself.
+rounds is compared with itself. So is a rank that waits for its threads, or for what it holds.
 """
 
 import ast
