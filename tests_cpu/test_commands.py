@@ -51,7 +51,7 @@ END
 NSA_TRACE_DIR=$PWD/run timeout 60 torchrun --standalone --nproc_per_node=2 train.py > trained 2>&1 & launcher=$!
 until [ -f run/job.json ]; do sleep 0.1; done
 timeout 60 pytest-nsa watch --run run --on-verdict "kill $launcher" > watched; pytest-nsa diagnose run""",
-        "sleeping (80% sure), at train.py:8",
+        "sleeping (95% sure), at train.py:8",
         code=1,
     ),
     "pip install PATH": Run("", ""),
@@ -79,7 +79,7 @@ timeout 90 pytest-nsa watch $! --on-verdict "kill $pids" """,
     "make plan FAULT=": Run("make plan FAULT=sel_backward_deadlock ARGS='-k sel'", "lock_deadlock", code=2),
     "pytest tests_cpu/plan/test_plan.py --phases 1-5 --fault gc_reentrant": Run(
         "pytest tests_cpu/plan/test_plan.py --phases 1 --fault gc_reentrant --bisect-mitigations",
-        "bisect: passes with NSA_WITH_DDP_STATIC_GRAPH=1 alone (7 runs)",
+        "bisect: passes with NSA_WITH_DDP_STATIC_GRAPH=1 alone (10 runs)",
         code=1,
     ),
     "python -m nsa.train": Run("", "step 100"),

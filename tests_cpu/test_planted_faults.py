@@ -68,7 +68,7 @@ EXPECTED = {
         decision="enable static_graph in production",
     ),
     "rank1_killed": Fault(
-        cause="rank_died", outcome="CRASH", decision="find the sender of the signal", wrong=("gc_reentrant_no_sync",),
+        cause="rank_died", outcome="CRASH", decision="take out the line that sends the signal", wrong=("gc_reentrant_no_sync",),
         because="the row fails by itself: rank 0 goes on without rank 1 and raises what the row expects",
     ),
     "gate_weight_missing_on_rank1": Fault(

@@ -215,6 +215,7 @@ def group_runs(ranks: Iterable[int]) -> list[list[int]]:
 
 _STATEMENTS = re.compile(r"; (?![^()]*\))")  # not in parentheses
 _AT = re.compile(r" at [^ ;]+:\d+ in [^ ;,):]+")
+_QUOTES = re.compile(r"\w+: ")  # the text of an exception, 'ValueError: no room'
 _MOST_WORDS = 15
 _ON_RANKS = re.compile(r": (?=(all \d+ )?ranks? )")
 
@@ -225,7 +226,7 @@ def split_reason(text: str) -> tuple[str, tuple[str, ...]]:
     A first statement of more than 15 words is cut at a colon before a statement on ranks.
     """
     first, *rest = _STATEMENTS.split(text)
-    first = _AT.sub("", first)
+    first = first if _QUOTES.match(first) else _AT.sub("", first)
     colon = _ON_RANKS.search(first) if len(first.split()) > _MOST_WORDS else None
     if colon is not None:
         first, rest = first[: colon.start()], [first[colon.start() + 2 :], *rest]

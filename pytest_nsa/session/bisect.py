@@ -188,7 +188,7 @@ def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
         )
         return f"bisect: {found} ({count} runs{untried})"
     needed = names
-    for name in names:
+    for name in reversed(names):  # of two that serve alike, the one that is named first is kept
         fewer = [other for other in needed if other != name]
         needed = fewer if fewer and passes(fewer) else needed
     # Twice more: a failure that comes and goes passes with anything.

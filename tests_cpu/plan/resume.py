@@ -44,7 +44,8 @@ def kill_and_resume(config: Path, settings: Mapping[str, Any], group: Group, fol
     # As this rank's group: its GPU is the only one that the process sees.
     command += ["--device", group.device.partition(":")[0]]
     settings = {**settings, "parallel.backend": group.backend}
-    command += [f"--set={name}={json.dumps(value)}" for name, value in settings.items() if name != "train.steps"]
+    given = {name: value for name, value in settings.items() if name != "train.steps"}
+    command += [f"--set={n}={value if isinstance(value, str) else json.dumps(value)}" for n, value in given.items()]
     first = _until(SAVED + MORE, [*command, "--out", str(killed)], group, killed, signal.SIGKILL)
     assert first == -signal.SIGKILL
     assert checkpoint.is_dir(), f"{SAVED + MORE} steps are done, and {checkpoint} is not there"
