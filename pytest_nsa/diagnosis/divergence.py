@@ -74,10 +74,13 @@ def _compare(
     kinds |= MESSAGES if any(peer >= 0 for peer in peers.values()) else frozenset()
     found = find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
     for_one = {rank.rank for rank in waiting if rank.waits_for_a_key or peers.get(rank.rank, -1) != -1}
-    if for_one and (found is None or found.is_by_rank):  # who sends and who receives part by right
+    # Who sends and who receives part by right; two ends of a message that differ are its arguments.
+    if for_one and (found is None or found.kind != "argument"):
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
-        found = find_owed(flows, evidence.members, awaited, verdict.ranks) or found
+        ranks = verdict.ranks if verdict.confidence >= SURE else tuple(flow.rank for flow in flows)
+        owed = find_owed(flows, evidence.members, awaited, ranks)
+        found = owed or (None if found is not None and found.is_by_role else found)
     is_known = verdict.certain or not _is_open(verdict)
     # All calls fit: what the ranks that fail did otherwise changed no call.
     if found is None and verdict.cause == "assertion" and len(present) < len(flows):

@@ -183,8 +183,11 @@ class Pair:
             return Parting("argument", (a, b), (i, j), calls)  # else frames below have begun them
         if raises:
             return self._parting(read_source(a.file), a, i, b, j)
-        begun = [len([c for c in f.calls.get(k, ()) if c.place == (f.number, k)]) for f, k in ((a, i), (b, j))]
-        return Parting("callee", (a, b), (i, j)) if begun[0] != begun[1] and not any(is_last) else None
+        begun = [[c for c in f.calls.get(k, ()) if c.place == (f.number, k)] for f, k in ((a, i), (b, j))]
+        # One waits in a group of both, or did not begin the missing call, but another one there.
+        if all(begun) and (self.is_owed is not None or (all(is_last) and begun[0][-1].group != begun[1][-1].group)):
+            return Parting("argument", (a, b), (i, j), (begun[0][-1], begun[1][-1]))
+        return Parting("callee", (a, b), (i, j)) if len(begun[0]) != len(begun[1]) and not any(is_last) else None
 
     def _note_values(self, a: Frame, i: int, b: Frame, j: int) -> None:
         """Note a statement that sets a number, a text or a truth value otherwise on the two ranks."""

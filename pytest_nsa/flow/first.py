@@ -143,8 +143,8 @@ def find_first(
             found.append((parting, pair))
     if not found:
         return None
-    if kinds != COLLECTIVES:  # who sends a message or sets a key parts by right
-        found = [f for f in found if not _is_by_rank(*f)] or found
+    # Ranks of one part show more than those of two.
+    found = [f for f in found if not (_is_by_rank(*f) or _calls_other_code(f[0]))] or found
     number = Counter(parting.statement for parting, _ in found)
     first = min(found, key=lambda f: (_count_calls(f), -number[f[0].statement]))[0].statement
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
@@ -164,6 +164,15 @@ def _is_in_role(parting: Parting, pair: Pair) -> bool:
 def _is_by_rank(parting: Parting, pair: Pair) -> bool:
     """Return whether the statement reads the number of a rank, and two ranks part there by it."""
     return any(map(RANK.search, differing(parting, (pair.one, pair.other))))
+
+
+def _calls_other_code(parting: Parting) -> bool:
+    """Return whether a statement called other functions on the two ranks, as of objects of two classes."""
+    sides = [
+        {child.function for child in frame.children.get(at, ())}
+        for frame, at in zip(parting.frames, parting.at, strict=True)
+    ]
+    return parting.kind == "callee" and all(sides) and sides[0].isdisjoint(sides[1])
 
 
 def find_owed(

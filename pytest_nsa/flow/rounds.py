@@ -9,14 +9,14 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from nsa.trace.flow.statements import own_expressions
 from pytest_nsa.flow.align import Members, Pair, Parting
 from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.source import Source, Statement, read_source
 
-Round = tuple[int, int]  # the index of the loop's line that begins it, and of the line behind its last one
+# A frame, the index of its line that begins the round (a loop's), and of the line behind its last one. -1: the whole of a function.
+Round = tuple[Frame, int, int]
 # By the method in which a thread waits, those that end the wait: of a lock, a semaphore, an event, a condition, a queue, a future.
 _ENDED_BY = {
     "acquire": {"release"},
@@ -28,7 +28,6 @@ _ENDED_BY = {
     "result": {"set_result"},
 }
 _ENDS = "ends a wait"
-T = TypeVar("T")
 
 
 def find_in_rounds(
@@ -40,23 +39,39 @@ def find_in_rounds(
     ``is_owed`` returns whether a call is like the missing one.
     """
     pair, others = Pair(flow, flow, members, is_owed=is_owed), []
-    for frame, at in _list_callers(flow, last):
+    for rounds, of_last in _list_series(flow, last):
+        numbers = [sum(map(is_owed, _list_calls(part))) for part in rounds]
+        short = [n for n in range(2, len(rounds)) if numbers[n] < min(numbers[n - 2 : n])]
+        for n in (of_last + 1, of_last):
+            if n in short:
+                found = _align(pair, rounds[n - 1], rounds[n])
+                if found is not None:
+                    return found, pair
+        if len(short) == 1:  # a round that often has fewer shows nothing
+            others.append((rounds[short[0] - 1], rounds[short[0]]))
+    found = next(filter(None, (_align(pair, *other) for other in others)), None)
+    return None if found is None else (found, pair)
+
+
+def _list_series(flow: Flow, call: Call) -> Iterator[tuple[list[Round], int]]:
+    """Yield rounds in their order, and which of them has a call: those of the loops around it, outermost first, then the
+    executions of the functions that led to it, of all threads.
+    """
+    callers = _list_callers(flow, call)
+    for frame, at in callers:
         source = read_source(frame.file)
         statement = source.statement(frame.lines[at])
         for loop in reversed([] if isinstance(statement, int) else source.loops(statement)):
             rounds = _list_rounds(frame, source, loop)
-            numbers = [sum(map(is_owed, frame.list_calls(*part))) for part in rounds]
-            short = [n for n in range(2, len(rounds)) if numbers[n] < min(numbers[n - 2 : n])]
-            of_last = next((n for n, (begin, end) in enumerate(rounds) if begin <= at < end), -2)
-            for n in (of_last + 1, of_last):
-                if n in short:
-                    found = _align(pair, frame, rounds[n - 1], rounds[n])
-                    if found is not None:
-                        return found, pair
-            if len(short) == 1:  # a round that often has fewer shows nothing
-                others.append((frame, rounds[short[0] - 1], rounds[short[0]]))
-    found = next(filter(None, (_align(pair, *other) for other in others)), None)
-    return None if found is None else (found, pair)
+            yield rounds, next((n for n, (_, begin, end) in enumerate(rounds) if begin <= at < end), -2)
+    for frame, _ in callers:
+        runs = [of for of in flow.frames.values() if of.function == frame.function]
+        yield [(of, -1, len(of.lines)) for of in runs], runs.index(frame)
+
+
+def _list_calls(part: Round) -> list[Call]:
+    frame, begin, end = part
+    return frame.list_calls(begin, end)
 
 
 def _list_callers(flow: Flow, call: Call) -> list[tuple[Frame, int]]:
@@ -75,51 +90,36 @@ def _list_rounds(frame: Frame, source: Source, loop: ast.AST) -> list[Round]:
     heads = [k for k, line in enumerate(frame.lines) if source.statement(line) is loop]
     parts = itertools.pairwise([*heads, len(frame.lines)])
     return [
-        (begin, end) for begin, end in parts
+        (frame, begin, end) for begin, end in parts
         if begin + 1 < end and source.is_below(frame.lines[begin + 1], loop, "body")
     ]  # fmt: skip
 
 
-def _align(pair: Pair, frame: Frame, before: Round, after: Round) -> Parting | None:
-    """Return where two rounds of a frame part. Each is aligned as the end of a frame that has returned."""
+def _align(pair: Pair, before: Round, after: Round) -> Parting | None:
+    """Return where two rounds part. Each is aligned as the end of a frame that has returned."""
     parts = [
         frame if frame.is_open and end == len(frame.lines) else replace(frame, lines=frame.lines[:end], is_open=False)
-        for _, end in (before, after)
+        for frame, _, end in (before, after)
     ]
-    return pair.part_frames(parts[0], parts[1], (before[0] + 1, after[0] + 1))
+    return pair.part_frames(parts[0], parts[1], (before[1] + 1, after[1] + 1))
 
 
 def find_unended_wait(flow: Flow, members: Members) -> tuple[Parting, Pair] | None:
     """Return where a rank's rounds part, the earlier one first: in the latest that called less often what would end its wait.
 
-    The rounds of a loop, or the threads that run one function. None where the rank waits in no such method. Adds calls to ``flow``.
+    None where the rank waits in no such method. Adds calls to ``flow``.
     """
     latest = _note_ends(flow, _list_ends(flow))
     if latest is None:
         return None
     pair = Pair(flow, flow, members, is_owed=lambda call: call.kind == _ENDS)
-    callers = _list_callers(flow, latest)
-    for frame, at in callers:
-        source = read_source(frame.file)
-        statement = source.statement(frame.lines[at])
-        for loop in reversed([] if isinstance(statement, int) else source.loops(statement)):
-            rounds = _list_rounds(frame, source, loop)
-            for before, after in _list_fewer([(part, frame.list_calls(*part)) for part in rounds]):
-                found = _align(pair, frame, before, after)
-                if found is not None:
-                    return found, pair
-    runs = [frame for frame in flow.roots if callers and frame.function == callers[0][0].function]
-    fewer = _list_fewer([(run, run.list_calls(0)) for run in runs])
-    parted = next(filter(None, (pair.part_frames(before, after) for before, after in fewer)), None)
-    return None if parted is None else (parted, pair)
-
-
-def _list_fewer(parts: list[tuple[T, list[Call]]]) -> Iterator[tuple[T, T]]:
-    """Yield each part that ends fewer waits than the part before it, behind that, the latest first."""
-    numbers = [sum(call.kind == _ENDS for call in calls) for _, calls in parts]
-    for n in range(len(parts) - 1, 0, -1):
-        if numbers[n] < numbers[n - 1]:
-            yield parts[n - 1][0], parts[n][0]
+    for rounds, _ in _list_series(flow, latest):
+        numbers = [sum(call.kind == _ENDS for call in _list_calls(part)) for part in rounds]
+        for n in range(len(rounds) - 1, 0, -1):
+            found = _align(pair, rounds[n - 1], rounds[n]) if numbers[n] < numbers[n - 1] else None
+            if found is not None:
+                return found, pair
+    return None
 
 
 def _list_ends(flow: Flow) -> set[str]:

@@ -411,3 +411,8 @@ def calls_in_a_later_round(rank: int, call: Call) -> None:
         if is_main or step == 3:  # HERE
             call("all_gather")
         call("all_reduce")
+
+
+def reduces_in_another_group(rank: int, call: Call) -> None:
+    group = "dp" if rank else "tp"
+    call("all_reduce", group=group), call("stuck")  # HERE

@@ -140,3 +140,45 @@ def waits_for_a_worker_that_passes_over_a_part(rank: int, call: Call) -> None:
     thread.join()
     for _part in range(3):
         results.get() if results.qsize() else call("stuck")
+
+
+def sends_its_rows_to_another(rank: int, call: Call) -> None:
+    def push(rows: tuple[int, ...]) -> None:
+        for row in rows:
+            call("send", kind="send", peer=row % 2)  # HERE
+
+    if rank < 2:
+        for day in range(3):
+            call("recv", kind="receive", peer=2, note=str(day))
+        return
+    for rows in ((0, 1), (2, 3), (5,)):
+        push(rows)
+    call("stuck")
+
+
+class Driver:
+    def run(self, call: Call) -> None:
+        for _order in range(4):
+            call("broadcast")
+            self.work(call)
+
+    def work(self, call: Call) -> None:
+        call("all_reduce")
+
+
+class Worker(Driver):
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+
+    def run(self, call: Call) -> None:
+        for _order in range(4):
+            call("broadcast")
+            self.blocks -= 1
+            if self.blocks < 0:  # HERE
+                continue
+            self.work(call)
+
+
+def has_less_room_than_other_workers(rank: int, call: Call) -> None:
+    node = Worker(2 if rank == 2 else 9) if rank else Driver()
+    node.run(call)

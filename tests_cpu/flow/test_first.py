@@ -274,6 +274,29 @@ def test_what_would_have_ended_a_wait(program: Callable[..., None], tmp_path: Pa
     assert find_unended([record(program, tmp_path, 0)], lambda group: range(3), [1]) is None
 
 
+def test_ranks_of_one_class_show_more_than_those_of_two(tmp_path: Path) -> None:
+    program = roles.has_less_room_than_other_workers
+    found = find_first([record(program, tmp_path, rank) for rank in range(3)], lambda group: range(3))
+    assert (found.outcomes, found.is_alone) == ({"false": (1,), "true": (2,)}, True)
+    lines, first = inspect.getsourcelines(roles.Worker)
+    marked = next(n for n, line in enumerate(lines) if line.endswith("# HERE\n"))
+    assert found.where.startswith(f"{inspect.getfile(roles)}:{first + marked} ")
+
+
+def test_a_message_that_went_to_another_rank(tmp_path: Path) -> None:
+    program = roles.sends_its_rows_to_another
+    flows = [record(program, tmp_path, rank) for rank in range(3)]
+    found = find_owed(flows, lambda group: range(3), [(0, flows[0].calls[0][-1])], range(3))
+    assert (found.where.split()[0], found.kind) == (get_marked(program), "argument")
+    assert found.values_before["row"] == "2"
+
+
+def test_a_reduction_in_another_group(tmp_path: Path) -> None:
+    flows = [record(PROGRAMS["reduces_in_another_group"], tmp_path, rank) for rank in range(3)]
+    found = find_first(flows, lambda group: {"tp": (0, 1), "dp": (1, 2)}[group], [(0, 1)])
+    assert found.outcomes == {"begins all_reduce (group tp)": (0,), "begins all_reduce (group dp)": (1,)}
+
+
 def test_who_sets_keys_parts_by_right(tmp_path: Path) -> None:
     flows = [record(roles.reads_a_version_ahead, tmp_path, rank) for rank in range(3)]
     found = find_first(flows, lambda group: range(3), kinds=COLLECTIVES | KEYS)
