@@ -21,7 +21,7 @@ from pytest_nsa.flow.first import (
     list_other_values,
 )
 from pytest_nsa.flow.read import FILE, Flow, read_flow
-from pytest_nsa.flow.reasons import LEFT, shorten
+from pytest_nsa.flow.reasons import LEFT, reads_rank_alone, shorten
 
 # The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
 # who sends or sets it, part by right.
@@ -80,7 +80,7 @@ def _compare(
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         ranks = verdict.ranks if verdict.confidence >= SURE else tuple(flow.rank for flow in flows)
         owed = find_owed(flows, evidence.members, awaited, ranks)
-        found = owed or (None if found is not None and found.is_by_role else found)
+        found = owed or (None if found is not None and reads_rank_alone(found.statement) else found)
     is_known = verdict.certain or not _is_open(verdict)
     # All calls fit: what the ranks that fail did otherwise changed no call.
     if found is None and verdict.cause == "assertion" and len(present) < len(flows):

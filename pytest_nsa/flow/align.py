@@ -184,8 +184,9 @@ class Pair:
         if raises:
             return self._parting(read_source(a.file), a, i, b, j)
         begun = [[c for c in f.calls.get(k, ()) if c.place == (f.number, k)] for f, k in ((a, i), (b, j))]
-        # One waits in a group of both, or did not begin the missing call, but another one there.
-        if all(begun) and (self.is_owed is not None or (all(is_last) and begun[0][-1].group != begun[1][-1].group)):
+        # A rank called another one than in its round before; or one of two ranks waits in a group of both.
+        in_rounds = self.one is self.other
+        if all(begun) and (in_rounds or (all(is_last) and begun[0][-1].group != begun[1][-1].group)):
             return Parting("argument", (a, b), (i, j), (begun[0][-1], begun[1][-1]))
         return Parting("callee", (a, b), (i, j)) if len(begun[0]) != len(begun[1]) and not any(is_last) else None
 

@@ -326,6 +326,16 @@ def _is_one_line(mine: _Value, others: _Value) -> bool:
     return (a.file, line) == (b.file, other)
 
 
+def reads_rank_alone(statement: str) -> bool:
+    """Return whether a statement reads the number of a rank, and nothing else: it gives each rank its part."""
+    try:
+        names = set(chains(ast.parse(f"{statement.removeprefix('el')} pass")))
+    except SyntaxError:
+        return False
+    whole = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    return bool(whole) and all(map(RANK.search, whole))
+
+
 def _step(name: str, mine: _Value, others: _Value) -> Step:
     if not mine.is_set:
         return Step(name, (mine.text, others.text), "", "", BY_RANK if RANK.search(name) else "")
