@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from nsa.trace.flow.statements import own_expressions
 from pytest_nsa.flow.align import Members, Pair, Parting
 from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.source import Source, Statement, read_source
@@ -133,7 +132,8 @@ def _list_ends(flow: Flow) -> set[str]:
 @functools.cache
 def _list_methods(statement: Statement) -> set[str]:
     """Return the methods that a statement, without its body, calls."""
-    parts = own_expressions(statement) if isinstance(statement, ast.stmt) else ()
+    children = ast.iter_child_nodes(statement) if isinstance(statement, ast.stmt) else ()
+    parts = (child for child in children if isinstance(child, ast.expr | ast.withitem))
     calls = (node.func for part in parts for node in ast.walk(part) if isinstance(node, ast.Call))
     return {function.attr for function in calls if isinstance(function, ast.Attribute)}
 
