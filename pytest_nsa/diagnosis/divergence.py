@@ -78,8 +78,7 @@ def _compare(
     if for_one and (found is None or found.kind != "argument"):
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
-        ranks = verdict.ranks if verdict.confidence >= SURE else tuple(flow.rank for flow in flows)
-        owed = find_owed(flows, evidence.members, awaited, ranks)
+        owed = find_owed(flows, evidence.members, awaited, verdict.ranks, by_peer=verdict.confidence < SURE)
         found = owed or (None if found is not None and reads_rank_alone(found.statement) else found)
     is_known = verdict.certain or not _is_open(verdict)
     # All calls fit: what the ranks that fail did otherwise changed no call.
@@ -147,20 +146,27 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     blamed = tuple(label for label in verdict.labels if not label.text and (label.file, label.line) not in lines)
     changed = replace(verdict, first_divergence=found.to_json(), labels=(*shown, *blamed))
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
-    in_role = found.in_role if verdict.confidence < SURE else ()  # earlier rounds may show what was skipped
+    is_unsure = verdict.confidence < SURE
+    in_role = found.in_role if is_unsure else ()  # earlier rounds may show what was skipped
     parted = tuple(sorted(rank for ranks in found.outcomes.values() for rank in ranks))
     # Ranks that did not part are no cause; without a minority both sides may be.
-    either = parted if verdict.confidence < SURE and not {*parted} & {*verdict.ranks} else ()
+    either = parted if is_unsure and (verdict.cause == UNKNOWN or not {*parted} & {*verdict.ranks}) else ()
     to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own or either
-    if verdict.cause in FOR_ONE and its_own and not found.is_by_role:
-        who = describe_ranks(verdict.ranks, verdict.world_size)
+    # A rank that owes a call, by its own rounds, or by those of others and the rules.
+    owes = parted if found.outcome_before and is_unsure else its_own if verdict.cause in FOR_ONE else ()
+    if owes and not found.is_by_role:
         others = "in its round before" if found.outcome_before else "the others"
+        is_same_rank = owes == verdict.ranks
         return replace(
             changed,
             labels=shown,
+            cause=verdict.cause if verdict.cause in FOR_ONE else FOR_ONE[0],
+            ranks=owes,
             where=found.where,
-            reason=f"{who} did otherwise than {others} at `{found.statement}`",
-            because=(verdict.reason, *verdict.because),
+            confidence=verdict.confidence if is_same_rank else LIKELY,
+            reason=f"{describe_ranks(owes, verdict.world_size)} did otherwise than {others} at `{found.statement}`",
+            because=(verdict.reason, *verdict.because) if is_same_rank else (),
+            terms=verdict.terms if is_same_rank else {},
             advice="begin the awaited call on this path, too, or make the other rank wait for fewer",
             called_from="",
         )

@@ -176,15 +176,25 @@ def _calls_other_code(parting: Parting) -> bool:
 
 
 def find_owed(
-    flows: Sequence[Flow], members: Members, awaited: Sequence[tuple[int, Call]], ranks: Sequence[int]
+    flows: Sequence[Flow],
+    members: Members,
+    awaited: Sequence[tuple[int, Call]],
+    ranks: Sequence[int],
+    *,
+    by_peer: bool = False,
 ) -> FirstDivergence | None:
     """Return where one of ``ranks`` did not begin its half of a message, or did not set a key; None where it cannot be seen.
 
     ``awaited`` has each rank that waits, and the call in which it does. The rank is compared with itself in the round before, and
-    with the others that made such calls more often.
+    with the others that made such calls more often. ``by_peer``: also the rank that a message names, whatever ``ranks`` are.
     """
     for (waiting, call), flow in itertools.product(awaited, flows):
-        if flow.rank not in ranks or flow.rank == waiting or (call.peer >= 0 and call.peer != flow.rank):
+        is_named = call.peer == flow.rank
+        if (
+            flow.rank == waiting
+            or not (is_named or call.peer < 0)
+            or not (flow.rank in ranks or (by_peer and is_named))
+        ):
             continue
         is_owed = functools.partial(_is_half, call, waiting)
         made = _list_made(flow, is_owed)

@@ -286,9 +286,14 @@ def test_ranks_of_one_class_show_more_than_those_of_two(tmp_path: Path) -> None:
 def test_a_message_that_went_to_another_rank(tmp_path: Path) -> None:
     program = roles.sends_its_rows_to_another
     flows = [record(program, tmp_path, rank) for rank in range(3)]
-    found = find_owed(flows, lambda group: range(3), [(0, flows[0].calls[0][-1])], range(3))
+    found = find_owed(flows, lambda group: range(3), [(0, flows[0].calls[0][-1])], (), by_peer=True)
     assert (found.where.split()[0], found.kind) == (get_marked(program), "argument")
     assert found.values_before["row"] == "2"
+    guess = Verdict(nodeid="test", outcome="HANG", cause="skipped_collective", ranks=(0,), world_size=3, confidence=0.3)
+    verdict = with_divergence(guess, found, is_same=True)
+    assert (verdict.cause, verdict.ranks, verdict.where) == ("p2p_unmatched", (2,), found.where)
+    sure = with_divergence(dataclasses.replace(guess, confidence=0.9), found, is_same=True)
+    assert (sure.cause, sure.ranks) == ("skipped_collective", (0,))
 
 
 def test_a_reduction_in_another_group(tmp_path: Path) -> None:
