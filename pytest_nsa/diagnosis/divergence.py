@@ -152,8 +152,9 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     # Ranks that did not part are no cause; without a minority both sides may be.
     either = parted if is_unsure and (verdict.cause == UNKNOWN or not {*parted} & {*verdict.ranks}) else ()
     to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own or either
-    # A rank that owes a call, by its own rounds, or by those of others and the rules.
-    owes = parted if found.outcome_before and is_unsure else its_own if verdict.cause in FOR_ONE else ()
+    # A rank that owes a call, by its own rounds, or by the rules. Rounds that explain a wait within a rank are not alone.
+    is_by_rounds = bool(found.outcome_before) and found.is_alone and is_unsure
+    owes = parted if is_by_rounds else its_own if verdict.cause in FOR_ONE else ()
     if owes and not found.is_by_role:
         others = "in its round before" if found.outcome_before else "the others"
         is_same_rank = owes == verdict.ranks
