@@ -60,7 +60,7 @@ def launched_ranks(pid: int) -> dict[int, int]:
     fields = read_stat(pid)
     for parent in [pid, *map(int, fields[1:2])]:
         children = [p for p in list_children(parent) if _has_torch(p)] if _has_torch(parent) else []
-        if len(children) > 1:
+        if len(children) > 1 and pid in (parent, *children):
             return dict(enumerate(sorted(children, key=lambda p: (began(p), p))))
     return {}
 
