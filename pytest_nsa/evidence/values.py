@@ -381,10 +381,13 @@ class Evidence:
 
     def was_ended_by_the_test(self, rank: int) -> bool:
         """Return whether the program itself ended a rank by a signal: by a crash, or as a rank sent it."""
-        of = self.ranks[rank]
-        return of.signal in CRASHES or any(
-            sent[:2] == (of.pid, of.signal) for r in self.ranks for sent in r.signals_sent
-        )
+        return self.ranks[rank].signal in CRASHES or self.find_sender(rank) is not None
+
+    def find_sender(self, rank: int) -> tuple[int, str] | None:
+        """Return the rank that sent the signal which ended a rank, and the line; None where no rank did."""
+        of = (self.ranks[rank].pid, self.ranks[rank].signal)
+        sent = ((other.rank, where) for other in self.ranks for *what, where in other.signals_sent if (*what,) == of)
+        return next(sent, None)
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of a group. Of another world's group: those that recorded it. Of an unrecorded group: the ranks that

@@ -87,6 +87,13 @@ class Frame:
             frame = frame.above
         return (frame.number, *reversed(found))
 
+    def add_call(self, at: int, call: Call) -> None:
+        """Add a call that its line of an index began, to the frames that led to it, too."""
+        frame: Frame | None = self
+        while frame is not None:
+            frame.calls.setdefault(at, []).append(call)
+            at, frame = frame.above_at, frame.above
+
     def list_calls(self, begin: int, end: int | None = None) -> list[Call]:
         """Return the calls that the lines of the indices from ``begin`` to before ``end`` began, in their order."""
         return [
@@ -248,9 +255,8 @@ class _Reader:
             call = _call(json.loads(text), place)
             self.flow.calls.setdefault(thread, []).append(call)
             at = len(frame.lines) - 1 if frame is not None else -1
-            while frame is not None:
-                frame.calls.setdefault(at, []).append(call)
-                at, frame = frame.above_at, frame.above
+            if frame is not None:
+                frame.add_call(at, call)
         elif frame is None:
             return
         elif kind == LEAVE:

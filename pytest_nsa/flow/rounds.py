@@ -16,15 +16,11 @@ from pytest_nsa.flow.source import Source, Statement, read_source
 
 # A frame, the index of its line that begins the round (a loop's), and of the line behind its last one. -1: the whole of a function.
 Round = tuple[Frame, int, int]
-# By the method in which a thread waits, those that end the wait: of a lock, a semaphore, an event, a condition, a queue, a future.
+# By the method in which a thread waits, those that end the wait: of a lock, a semaphore, an event, a condition, a queue.
 _ENDED_BY = {
     "acquire": {"release"},
     "wait": {"set", "notify", "notify_all"},
-    "wait_for": {"notify", "notify_all"},
     "get": {"put", "put_nowait"},
-    "put": {"get", "get_nowait"},
-    "join": {"task_done"},
-    "result": {"set_result"},
 }
 _ENDS = "ends a wait"
 
@@ -39,7 +35,7 @@ def find_in_rounds(
     """
     pair, others = Pair(flow, flow, members, is_owed=is_owed), []
     for rounds, of_last in _list_series(flow, last):
-        numbers = [sum(map(is_owed, _list_calls(part))) for part in rounds]
+        numbers = _count_calls(rounds, is_owed)
         short = [n for n in range(2, len(rounds)) if numbers[n] < min(numbers[n - 2 : n])]
         for n in (of_last + 1, of_last):
             if n in short:
@@ -68,9 +64,8 @@ def _list_series(flow: Flow, call: Call) -> Iterator[tuple[list[Round], int]]:
         yield [(of, -1, len(of.lines)) for of in runs], runs.index(frame)
 
 
-def _list_calls(part: Round) -> list[Call]:
-    frame, begin, end = part
-    return frame.list_calls(begin, end)
+def _count_calls(rounds: list[Round], is_counted: Callable[[Call], bool]) -> list[int]:
+    return [sum(map(is_counted, frame.list_calls(begin, end))) for frame, begin, end in rounds]
 
 
 def _list_callers(flow: Flow, call: Call) -> list[tuple[Frame, int]]:
@@ -111,14 +106,18 @@ def find_unended_wait(flow: Flow, members: Members) -> tuple[Parting, Pair] | No
     latest = _note_ends(flow, _list_ends(flow))
     if latest is None:
         return None
-    pair = Pair(flow, flow, members, is_owed=lambda call: call.kind == _ENDS)
+    pair = Pair(flow, flow, members, is_owed=_ends_a_wait)
     for rounds, _ in _list_series(flow, latest):
-        numbers = [sum(call.kind == _ENDS for call in _list_calls(part)) for part in rounds]
+        numbers = _count_calls(rounds, _ends_a_wait)
         for n in range(len(rounds) - 1, 0, -1):
             found = _align(pair, rounds[n - 1], rounds[n]) if numbers[n] < numbers[n - 1] else None
             if found is not None:
                 return found, pair
     return None
+
+
+def _ends_a_wait(call: Call) -> bool:
+    return call.kind == _ENDS
 
 
 def _list_ends(flow: Flow) -> set[str]:
@@ -147,9 +146,5 @@ def _note_ends(flow: Flow, names: set[str]) -> Call | None:
             if not _list_methods(source.statement(line)) & names:
                 continue
             call = Call(_ENDS, "", "", "", -1, -1, "", "", (begun.number, index))
-            frame: Frame | None
-            frame, at = begun, index
-            while frame is not None:
-                frame.calls.setdefault(at, []).append(call)
-                at, frame = frame.above_at, frame.above
+            begun.add_call(index, call)
     return call

@@ -152,15 +152,11 @@ def rank_died(evidence: Evidence) -> Finding | None:
 
 def _find_sender(evidence: Evidence, rank: RankEvidence) -> str:
     """Return which rank sent the signal that ended a rank, and where another one did; '' where none did."""
-    for other in evidence.ranks:
-        for pid, number, where in other.signals_sent:
-            if (pid, number) == (rank.pid, rank.signal):
-                return (
-                    ", sent by itself"
-                    if other is rank
-                    else f", sent by rank {other.rank}; it sent the signal at {where}"
-                )
-    return ""
+    found = evidence.find_sender(rank.rank)
+    if found is None:
+        return ""
+    sender, where = found
+    return ", sent by itself" if sender == rank.rank else f", sent by rank {sender}; it sent the signal at {where}"
 
 
 def deaths(evidence: Evidence) -> list[RankEvidence]:
