@@ -7,6 +7,7 @@ nothing: a verdict by them is never certain.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,13 +47,13 @@ def suspect(job: ForeignJob, evidence: Evidence) -> Finding | None:
 
 
 def _make_rules(job: ForeignJob) -> tuple[Rule, ...]:
-    raised, died, stated, absent, behind, aborted, silent = (
-        _as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind, _aborted, _silent)
+    raised, died, stated, absent, behind, aborted, silent, unlike = (
+        _as_rule(job, rule) for rule in (_raised, _died, _stated, _absent, _behind, _aborted, _silent, _unlike)
     )
     return (
         payloads.models_differ, raised, died, calls.departed, stated, absent, behind, calls.waiting_in_different_calls,
-        messages.unpaired, stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, aborted, silent,
-        _unknown,
+        messages.unpaired, stalls.blocked, absence.not_entered, stalls.in_transit, payloads.wrong_numbers, aborted, unlike,
+        silent, _unknown,
     )  # fmt: skip
 
 
@@ -184,6 +185,18 @@ def _behind(job: ForeignJob, evidence: Evidence) -> Finding | None:
     reason = f"{who} completed the fewest calls in each group; in group {group} {of[found[0]]}, others up to {max(of.values())}"
     ranks = [evidence.ranks[r] for r in found]
     return make_finding(evidence, "device_busy", ranks, reason, 0.6, where=last_seen(ranks[0]))
+
+
+def _unlike(job: ForeignJob, evidence: Evidence) -> Finding | None:
+    """Find the ranks at another line of the program than most, as a person reads the stacks of all ranks."""
+    places = {rank.rank: place for rank in evidence.ranks if rank.stack is not None and (place := last_seen(rank))}
+    (usual, number), *others = Counter(places.values()).most_common() or [("", 0)]
+    if not others or 2 * number <= len(evidence.ranks):
+        return None
+    ranks = [evidence.ranks[r] for r, place in places.items() if place != usual]
+    who = describe_ranks(tuple(r.rank for r in ranks), len(evidence.ranks))
+    at = last_seen(ranks[0])
+    return make_finding(evidence, "unknown", ranks, f"{who}: not where most ranks wait, {usual}", _AMONG_MANY, where=at)
 
 
 def _silent(job: ForeignJob, evidence: Evidence) -> Finding | None:

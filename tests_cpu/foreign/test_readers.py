@@ -74,6 +74,15 @@ def test_stacks_give_the_line_that_dumps_lack(tmp_path: Path) -> None:
     assert verdict.where == "/job/data.py:9 in sleep"
 
 
+def test_stacks_alone_name_the_rank_that_waits_elsewhere(tmp_path: Path) -> None:
+    lines = ["step (/job/train.py:40)", "step (/job/train.py:40)", "evaluate (/job/train.py:71)"]
+    for rank, line in enumerate([*lines, lines[0]]):
+        text = PY_SPY.format(pid=rank + 1, state="idle", inner="barrier (torch/distributed/distributed_c10d.py:9)", line=line)
+        write(tmp_path, **{f"stack_{rank}.txt": text})
+    verdict, _ = judge(read_job([tmp_path]), "job")
+    assert (verdict.ranks, verdict.where, verdict.certain) == ((2,), "/job/train.py:71 in evaluate", False)
+
+
 def test_counters_alone_are_never_certain(tmp_path: Path) -> None:
     members = {"0": [0, 1, 2, 3]}
     for rank in range(4):
