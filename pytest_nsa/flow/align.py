@@ -286,7 +286,7 @@ class Pair:
 
     def _in_generators(self, a: Frame, i: int, b: Frame, j: int) -> Parting | None:
         """Return where the generators part that give a loop its values; None where it has none of the program's."""
-        mine, others = ([f for f in _children(frame) if f.above_at == k and f.lines] for frame, k in ((a, i), (b, j)))
+        mine, others = ([f for f in frame.children.get(k, ()) if f.lines] for frame, k in ((a, i), (b, j)))
         x, y = next(((x, y) for x in mine for y in others if x.function == y.function), (None, None))
         if x is None or y is None:
             return None
@@ -320,10 +320,6 @@ def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Fr
         if there is None or there in like.raised:
             return a, i, b, j
         a, i, b, j = (inner, at, like, there) if is_first else (like, there, inner, at)
-
-
-def _children(frame: Frame) -> list[Frame]:
-    return [child for children in frame.children.values() for child in children]
 
 
 def _matched(mine: list[Frame], others: list[Frame]) -> list[tuple[list[Frame], list[Frame]]]:

@@ -13,7 +13,7 @@ from typing import Any
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, list_numbers, name_key
 from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_library, place, side, trace_back
-from pytest_nsa.flow.rounds import find_in_rounds, find_unended_wait
+from pytest_nsa.flow.rounds import find_in_rounds, find_unended_wait, list_methods
 from pytest_nsa.flow.source import read_source
 
 MOST_PAIRS = 64
@@ -140,7 +140,7 @@ def find_first(
         pair = Pair(by_rank[one], by_rank[other], members, kinds)
         parting = pair.part()
         if parting is not None and not _is_in_role(parting, pair):
-            found.append((parting, pair))
+            found.append((_find_in_forward(parting, pair), pair))
     if not found:
         return None
     # Ranks of one part show more than those of two.
@@ -150,6 +150,17 @@ def find_first(
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
     described = _described(here, [pair for parting, pair in found if parting.statement != first])
     return described if described.exceptional else replace(described, others=_list_others(*here[0], by_rank, described))
+
+
+def _find_in_forward(parting: Parting, pair: Pair) -> Parting:
+    """Return the latest decision before a backward pass that calls other hooks: these follow from what the forward pass used.
+
+    Return ``parting`` for another statement, and where the ranks did not decide otherwise before it.
+    """
+    if parting.kind != "callee" or "backward" not in list_methods(parting.source.statement(parting.line)):
+        return parting
+    earlier = (p for p in reversed(_list_earlier(parting, pair)) if p.kind in ("branch", "loop"))
+    return next((p for p in earlier if not _is_by_rank(p, pair)), parting)
 
 
 def _is_in_role(parting: Parting, pair: Pair) -> bool:

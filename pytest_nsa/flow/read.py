@@ -48,7 +48,7 @@ class Call:
 class Frame:
     """A call of a function of the program. ``lines`` are those that it executed.
 
-    By index of the line: ``children``; ``values`` (name -> text) that the line set, ``reads`` by which it decided, ``raised``,
+    By index of the line: ``children``, a generator's frame at each line that asked it for a value; ``values`` (name -> text) that the line set, ``reads`` by which it decided, ``raised``,
     and the ``calls`` that it began, also those in functions that it called. The thread had begun ``begun_at`` calls before.
     """
 
@@ -128,6 +128,7 @@ class Flow:
         call, kept = self.calls[thread][number], {id(call) for call in self.calls[thread][number:]}
         frame, at = self.frames.get(call.place[0]), call.place[1]
         inner: Frame | None = None
+        whole: Frame | None = None  # that ``inner`` is a part of
         while frame is not None and at >= 0:
             lines, sets_at = frame.lines[at:], frame.sets_at[at:]
             cut = replace(frame, lines=lines, sets_at=sets_at, above=None, above_at=-1)
@@ -135,10 +136,12 @@ class Flow:
                 setattr(cut, held, {k - at: v for k, v in getattr(frame, held).items() if k >= at})
             cut.begun_at = number
             if inner is not None:
-                cut.children[0] = [inner, *(f for f in cut.children.get(0, ()) if f.number > inner.number)]
+                later = [f for f in cut.children.get(0, ()) if f.number > inner.number]
+                cut.children = {k: [inner if f is whole else f for f in of] for k, of in cut.children.items()}
+                cut.children[0] = [inner, *later]
                 inner.above, inner.above_at = cut, 0
             cut.calls[0] = [call for call in cut.calls.get(0, ()) if id(call) in kept]
-            inner, at, frame = cut, frame.above_at, frame.above
+            inner, whole, at, frame = cut, frame, frame.above_at, frame.above
         return Flow(self.rank, [inner] if inner is not None else [], self.calls, self.frames, self.sets, self.raised)
 
 
@@ -224,14 +227,15 @@ class _Reader:
         self._place(frame, parent)
         if frame.above is None:
             self.flow.roots.append(frame)
-        else:
-            frame.above.children.setdefault(frame.above_at, []).append(frame)
         return frame
 
     def _place(self, frame: Frame, parent: int) -> None:
         """Set the frame, and the index of its line, that called a frame, or that a generator's frame gives its next value to."""
         above = self.frames.get(parent)
         frame.above, frame.above_at = above, len(above.lines) - 1 if above is not None else -1
+        children = above.children.setdefault(frame.above_at, []) if above is not None else [frame]
+        if frame not in children:
+            children.append(frame)
 
     def _hold(self, number: int, parent: int, code: int, thread: int, line: int, calls: int) -> None:
         if number in self.frames:

@@ -223,16 +223,17 @@ def _names(statement: Statement) -> list[str]:
 
 
 def _targets(statement: Statement) -> list[str]:
-    """Return the names and attributes that a statement sets, without its body."""
+    """Return the names and attributes that a statement sets, without its body: not the object of which it sets an attribute."""
     match statement:
         case ast.Assign():
-            return [name for target in statement.targets for name in chains(target)]
+            targets = statement.targets
         case ast.AnnAssign() | ast.AugAssign() | ast.For() | ast.AsyncFor():
-            return list(chains(statement.target))
+            targets = [statement.target]
         case ast.With() | ast.AsyncWith():
-            return [name for item in statement.items if item.optional_vars for name in chains(item.optional_vars)]
+            targets = [item.optional_vars for item in statement.items if item.optional_vars]
         case _:
-            return []
+            targets = []
+    return [name for target in targets for name in list(chains(target))[: 1 if isinstance(target, ast.Attribute) else None]]
 
 
 def _value(flow: Flow, frame: Frame, at: int, name: str) -> _Value | None:

@@ -124,17 +124,18 @@ def _list_ends(flow: Flow) -> set[str]:
     """Return the methods that would end the wait in which the innermost frame of the main thread is."""
     frames = [frame for frame in flow.frames.values() if frame.is_open and not frame.is_paused and not frame.thread]
     inner = max((frame for frame in frames if frame.lines), key=lambda frame: frame.number, default=None)
-    called = _list_methods(read_source(inner.file).statement(inner.lines[-1])) if inner is not None else set()
+    called = list_methods(read_source(inner.file).statement(inner.lines[-1])) if inner is not None else set()
     return set().union(*(_ENDED_BY[name] for name in called & _ENDED_BY.keys()))
 
 
 @functools.cache
-def _list_methods(statement: Statement) -> set[str]:
+def list_methods(statement: Statement) -> set[str]:
     """Return the methods that a statement, without its body, calls."""
     children = ast.iter_child_nodes(statement) if isinstance(statement, ast.stmt) else ()
-    parts = (child for child in children if isinstance(child, ast.expr | ast.withitem))
+    parts = [child for child in children if isinstance(child, ast.expr | ast.withitem)]
     calls = (node.func for part in parts for node in ast.walk(part) if isinstance(node, ast.Call))
-    return {function.attr for function in calls if isinstance(function, ast.Attribute)}
+    by_with = {"acquire"} if any(isinstance(part, ast.withitem) for part in parts) else set()  # of a lock
+    return by_with | {function.attr for function in calls if isinstance(function, ast.Attribute)}
 
 
 def _note_ends(flow: Flow, names: set[str]) -> Call | None:
@@ -143,7 +144,7 @@ def _note_ends(flow: Flow, names: set[str]) -> Call | None:
     for begun in list(flow.frames.values()) if names else ():
         source = read_source(begun.file)
         for index, line in enumerate(begun.lines):
-            if not _list_methods(source.statement(line)) & names:
+            if not list_methods(source.statement(line)) & names:
                 continue
             call = Call(_ENDS, "", "", "", -1, -1, "", "", (begun.number, index))
             begun.add_call(index, call)

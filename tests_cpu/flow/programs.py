@@ -5,8 +5,10 @@ calls fit.
 """
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 
 Call = Callable[..., None]
 
@@ -416,3 +418,40 @@ def calls_in_a_later_round(rank: int, call: Call) -> None:
 def reduces_in_another_group(rank: int, call: Call) -> None:
     group = "dp" if rank else "tp"
     call("all_reduce", group=group), call("stuck")  # HERE
+
+
+def leaves_a_generator_at_its_limit(rank: int, call: Call) -> None:
+    def read(sizes: list[int]) -> Iterator[int]:
+        try:
+            yield from sizes
+        finally:
+            call("barrier")
+
+    def take(batches: Iterator[int]) -> Iterator[int]:
+        used = 0
+        for size in batches:
+            yield size
+            used += size
+            if used > 9:  # HERE
+                break
+
+    batches = read([3, 3, 5 if rank == 1 else 3])
+    for _size in take(batches):
+        pass
+    call("all_gather")
+    batches.close()
+
+
+def leaves_an_expert_unused(rank: int, call: Call) -> None:
+    def reduce(expert: int) -> None:
+        call("all_reduce")
+
+    for step in range(3):
+        used = []
+        for expert in range(2):
+            rows = 0 if (rank, step, expert) == (1, 2, 0) else 4
+            if rows:  # HERE
+                used.append(expert)
+        loss = types.SimpleNamespace(backward=functools.partial(list, map(reduce, used)))  # as of a C++ function
+        loss.backward()
+        call("barrier")

@@ -4,6 +4,7 @@
 ``# HERE``.
 """
 
+import contextlib
 import queue
 import threading
 
@@ -108,6 +109,21 @@ def keeps_a_permit(rank: int, call: Call) -> None:
         if size > 5:  # HERE
             continue
         permits.release()
+
+
+def raises_while_it_holds_a_lock(rank: int, call: Call) -> None:
+    def add(value: int) -> None:
+        lock.acquire()
+        if value < 0:  # HERE
+            raise ValueError(value)
+        lock.release()
+
+    lock = threading.Lock()
+    for value in (1, 2, -1):
+        with contextlib.suppress(ValueError):
+            add(value)
+        with call("stuck") or contextlib.nullcontext() if lock.locked() else lock:
+            pass
 
 
 def waits_for_what_a_thread_has_not_set(rank: int, call: Call) -> None:

@@ -259,6 +259,7 @@ def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: P
     "program",
     [
         roles.keeps_a_permit,
+        roles.raises_while_it_holds_a_lock,
         roles.waits_for_what_a_thread_has_not_set,
         roles.waits_for_a_worker_that_passes_over_a_part,
     ],

@@ -210,8 +210,10 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         reason += f" ({describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
     later = [(r, e) for r, e in found if r in others]
     advice = _advice_on_a_failure(evidence, same, later) if cause == "assertion" else ""
+    # What ranks compare after an exchange may be wrong because of one of them.
+    is_shared = cause == "assertion" and not others and any(_list_earlier_exchanges(r, e) for r, e in same)
     return Finding(
-        cause=cause, ranks=culprits, where=where, reason=reason, certain=True, confidence=0.95,
+        cause=cause, ranks=culprits, where=where, reason=reason, certain=not is_shared, confidence=0.95,
         module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "",
         advice=LATE_FILE if is_late else advice,
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
