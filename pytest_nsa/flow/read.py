@@ -48,8 +48,9 @@ class Call:
 class Frame:
     """A call of a function of the program. ``lines`` are those that it executed.
 
-    By index of the line: ``children``, a generator's frame at each line that asked it for a value; ``values`` (name -> text) that the line set, ``reads`` by which it decided, ``raised``,
-    and the ``calls`` that it began, also those in functions that it called. The thread had begun ``begun_at`` calls before.
+    By index of the line: ``children``, among them a generator's frame at each line that asked it for a value; ``values``
+    (name -> text) that the line set, ``reads`` by which it decided, ``raised``, and the ``calls`` that it began, also those in
+    functions that it called. The thread had begun ``begun_at`` calls before.
     """
 
     number: int

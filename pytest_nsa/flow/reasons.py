@@ -233,7 +233,9 @@ def _targets(statement: Statement) -> list[str]:
             targets = [item.optional_vars for item in statement.items if item.optional_vars]
         case _:
             targets = []
-    return [name for target in targets for name in list(chains(target))[: 1 if isinstance(target, ast.Attribute) else None]]
+    return [
+        name for target in targets for name in list(chains(target))[: 1 if isinstance(target, ast.Attribute) else None]
+    ]
 
 
 def _value(flow: Flow, frame: Frame, at: int, name: str) -> _Value | None:

@@ -77,7 +77,9 @@ def test_stacks_give_the_line_that_dumps_lack(tmp_path: Path) -> None:
 def test_stacks_alone_name_the_rank_that_waits_elsewhere(tmp_path: Path) -> None:
     lines = ["step (/job/train.py:40)", "step (/job/train.py:40)", "evaluate (/job/train.py:71)"]
     for rank, line in enumerate([*lines, lines[0]]):
-        text = PY_SPY.format(pid=rank + 1, state="idle", inner="barrier (torch/distributed/distributed_c10d.py:9)", line=line)
+        text = PY_SPY.format(
+            pid=rank + 1, state="idle", inner="barrier (torch/distributed/distributed_c10d.py:9)", line=line
+        )
         write(tmp_path, **{f"stack_{rank}.txt": text})
     verdict, _ = judge(read_job([tmp_path]), "job")
     assert (verdict.ranks, verdict.where, verdict.certain) == ((2,), "/job/train.py:71 in evaluate", False)
