@@ -12,7 +12,18 @@ from typing import Any
 
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, list_numbers, name_key
 from pytest_nsa.flow.read import Call, Flow, Frame
-from pytest_nsa.flow.reasons import BY_RANK, RAISED, RANK, Step, differing, is_library, place, side, trace_back
+from pytest_nsa.flow.reasons import (
+    BY_RANK,
+    RAISED,
+    RANK,
+    Step,
+    differing,
+    is_library,
+    place,
+    reads_rank_alone,
+    side,
+    trace_back,
+)
 from pytest_nsa.flow.rounds import find_in_rounds, find_unended_wait, list_methods
 from pytest_nsa.flow.source import read_source
 
@@ -174,7 +185,8 @@ def _is_in_role(parting: Parting, pair: Pair) -> bool:
 
 def _is_by_rank(parting: Parting, pair: Pair) -> bool:
     """Return whether the statement reads the number of a rank, and two ranks part there by it."""
-    return any(map(RANK.search, differing(parting, (pair.one, pair.other))))
+    by_value = any(map(RANK.search, differing(parting, (pair.one, pair.other))))
+    return by_value or reads_rank_alone(parting.source.head(parting.line))
 
 
 def _calls_other_code(parting: Parting) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from nsa.trace.flow.statements import chains
-from pytest_nsa.flow.align import MESSAGES, Parting
+from pytest_nsa.flow.align import KEYS, MESSAGES, Parting
 from pytest_nsa.flow.read import Flow, Frame
 from pytest_nsa.flow.source import Statement, read_source
 
@@ -391,6 +391,8 @@ def side(parting: Parting, which: int) -> str:
     if parting.kind == "argument":
         call = parting.calls[which]
         assert call is not None
+        if call.kind in KEYS:
+            return f"{'sets' if call.kind == 'set' else 'waits for'} {call.key}"
         group = f"group {call.group}" if call.group not in ("", "0", call.op) else ""
         root = f"root {call.root}" if call.root >= 0 else ""
         tag = call.note if call.kind in MESSAGES else ""

@@ -102,6 +102,16 @@ def reads_a_version_ahead(rank: int, call: Call) -> None:
         call("all_reduce")
 
 
+def waits_for_a_key_of_another_name(rank: int, call: Call) -> None:
+    def get_rank() -> int:
+        return rank
+
+    name = "ac" if rank == 2 else "ab"
+    if get_rank() == 0:
+        call("set", kind="set", key=f"data/{name}")
+    call("wait", kind="wait", key=f"data/{name}")  # HERE
+
+
 def keeps_a_permit(rank: int, call: Call) -> None:
     permits = threading.Semaphore(2)
     for size in (1, 9, 2, 9, 3):

@@ -309,6 +309,14 @@ def test_who_sets_keys_parts_by_right(tmp_path: Path) -> None:
     assert (found.where.split()[0], found.outcomes["true"]) == (get_marked(roles.reads_a_version_ahead), (2,))
 
 
+def test_a_key_of_another_name(tmp_path: Path) -> None:
+    program = roles.waits_for_a_key_of_another_name
+    flows = [record(program, tmp_path, rank) for rank in range(3)]
+    found = find_first(flows, lambda group: range(3), kinds=COLLECTIVES | KEYS)
+    assert (found.where.split()[0], found.kind) == (get_marked(program), "argument")
+    assert found.outcomes == {"waits for data/ab": (1,), "waits for data/ac": (2,)}
+
+
 def get_marked(program: Callable[..., None]) -> str:
     """Return the file and line of a program's marked statement."""
     lines, first = inspect.getsourcelines(program)
