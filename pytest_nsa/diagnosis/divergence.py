@@ -19,6 +19,7 @@ from pytest_nsa.flow.first import (
     find_owed,
     find_unended,
     list_other_values,
+    passes_a_call,
 )
 from pytest_nsa.flow.read import FILE, Flow, read_flow
 from pytest_nsa.flow.reasons import LEFT, reads_rank_alone, shorten
@@ -72,19 +73,28 @@ def _compare(
     kinds |= KEYS if any(rank.waits_for_a_key for rank in waiting) else frozenset()
     peers = {rank.rank: rank.board.blocked.peer for rank in waiting if rank.board is not None and rank.board.blocked}
     kinds |= MESSAGES if any(peer >= 0 for peer in peers.values()) else frozenset()
-    found = find_first(flows, evidence.members, [] if kinds & KEYS else _stuck(evidence), kinds)
+    stuck = _stuck(evidence)
+    found = find_first(flows, evidence.members, [] if kinds & KEYS else stuck, kinds)
     for_one = {rank.rank for rank in waiting if rank.waits_for_a_key or peers.get(rank.rank, -1) != -1}
+    if for_one and -1 in peers.values():
+        # A rank that skipped the collective of others waits later, for a message or a key that these would have given it.
+        skipped = find_first(flows, evidence.members, stuck, is_wanted=passes_a_call)
+        if skipped is not None:
+            return skipped
     # Who sends and who receives part by right; two ends of a message that differ are its arguments.
     if for_one and (found is None or found.kind != "argument"):
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         owed = find_owed(flows, evidence.members, awaited, verdict.ranks, by_peer=verdict.confidence < SURE)
-        found = owed or (None if found is not None and reads_rank_alone(found.statement) else found)
+        found = owed or (
+            None if found is not None and (found.is_by_rank or reads_rank_alone(found.statement)) else found
+        )
     is_known = verdict.certain or not _is_open(verdict)
-    # All calls fit: what the ranks that fail did otherwise changed no call.
-    if found is None and verdict.cause == "assertion" and len(present) < len(flows):
+    if found is None and verdict.cause in ("assertion", *FOR_ONE) and len(present) < len(flows):
+        # All calls fit, or the ranks' parts hide which does not: what the ranks to blame did otherwise than all others.
         others = list_other_values(flows, evidence.members, present)
-        return next((replace(other, is_alone=False) for other in others if not other.is_by_role), None)
+        decided = (other for other in others if verdict.cause == "assertion" or other.kind in ("branch", "loop"))
+        found = next((replace(other, is_alone=False) for other in decided if not other.is_by_role), None)
     if found is not None or verdict.outcome != "HANG" or verdict.cause in _EXCEPTIONS or not is_known:
         return found
     return find_last_decision(flows, evidence.members, present)
@@ -172,7 +182,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
             called_from="",
         )
     raised_later = _raised_later(verdict, found, to_blame)
-    if not (_is_open(verdict) or raised_later) or not found.is_alone or not to_blame:
+    if not (_is_open(verdict) or is_unsure or raised_later) or not found.is_alone or not to_blame:
         return changed
     is_known = is_same and bool(found.exceptional)
     return replace(

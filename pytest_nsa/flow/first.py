@@ -138,19 +138,24 @@ class FirstDivergence:
 
 
 def find_first(
-    flows: Sequence[Flow], members: Members, stuck: Iterable[Sequence[int]] = (), kinds: frozenset[str] = COLLECTIVES
+    flows: Sequence[Flow],
+    members: Members,
+    stuck: Iterable[Sequence[int]] = (),
+    kinds: frozenset[str] = COLLECTIVES,
+    is_wanted: Callable[[Parting], bool] = lambda parting: True,
 ) -> FirstDivergence | None:
     """Return where the ranks of ``flows`` parted first; None where no two of them did, or where it cannot be seen.
 
     ``members`` returns the ranks of a group by its name; ``stuck`` are the ranks of each call that cannot complete. Without any,
-    all ranks are compared. ``kinds`` are those of the calls that must match.
+    all ranks are compared. ``kinds`` are those of the calls that must match. Partings for which ``is_wanted`` returns false do not
+    count.
     """
     by_rank = {flow.rank: flow for flow in with_equal_begins(flows)}
     found: list[tuple[Parting, Pair]] = []
     for one, other in list(_pairs(sorted(by_rank), list(stuck)))[:MOST_PAIRS]:
         pair = Pair(by_rank[one], by_rank[other], members, kinds)
         parting = pair.part()
-        if parting is not None and not _is_in_role(parting, pair):
+        if parting is not None and is_wanted(parting) and not _is_in_role(parting, pair):
             found.append((_find_in_forward(parting, pair), pair))
     if not found:
         return None
@@ -196,6 +201,16 @@ def _calls_other_code(parting: Parting) -> bool:
         for frame, at in zip(parting.frames, parting.at, strict=True)
     ]
     return parting.kind == "callee" and all(sides) and sides[0].isdisjoint(sides[1])
+
+
+def passes_a_call(parting: Parting) -> bool:
+    """Return whether one rank has executed a statement without calling anything, in which another rank waits."""
+    frames = tuple(zip(parting.frames, parting.at, strict=True))
+    is_passed = any(
+        not frame.children.get(at) and not frame.calls.get(at) and at + 1 < len(frame.lines) for frame, at in frames
+    )
+    waits = any(frame.is_open and at + 1 == len(frame.lines) for frame, at in frames)
+    return parting.kind == "callee" and is_passed and waits
 
 
 def find_owed(

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import functools
 import queue
 import threading
 
@@ -100,6 +101,32 @@ def reads_a_version_ahead(rank: int, call: Call) -> None:
         if backlog > 5:  # HERE
             read()
         call("all_reduce")
+
+
+def has_cached_its_plan(rank: int, call: Call) -> None:
+    @functools.cache
+    def plan(rows: int) -> int:
+        call("all_gather")
+        if rows == 3:
+            call("stuck")
+        return rows
+
+    for rows in (1, 2, 1 if rank == 1 else 3):
+        size = plan(rows)  # HERE
+        call("send", kind="send", peer=(rank + 1) % 3, what=str(size))
+    call("stuck")
+
+
+def has_read_its_plan_from_a_file(rank: int, call: Call) -> None:
+    def make() -> int:
+        call("all_gather")
+        call("stuck")
+        return 3
+
+    saved = 2 if rank == 1 else 0
+    size = saved or make()  # HERE
+    call("receive", kind="receive", peer=0, what=str(size))
+    call("stuck")
 
 
 def waits_for_a_key_of_another_name(rank: int, call: Call) -> None:

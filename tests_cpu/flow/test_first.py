@@ -26,7 +26,14 @@ from pytest_nsa.diagnosis.divergence import with_divergence
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.flow import read as reading
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES
-from pytest_nsa.flow.first import FirstDivergence, find_first, find_last_decision, find_owed, find_unended
+from pytest_nsa.flow.first import (
+    FirstDivergence,
+    find_first,
+    find_last_decision,
+    find_owed,
+    find_unended,
+    passes_a_call,
+)
 from pytest_nsa.flow.read import Flow, read_flow
 from tests_cpu.flow import programs, roles
 
@@ -307,6 +314,17 @@ def test_who_sets_keys_parts_by_right(tmp_path: Path) -> None:
     flows = [record(roles.reads_a_version_ahead, tmp_path, rank) for rank in range(3)]
     found = find_first(flows, lambda group: range(3), kinds=COLLECTIVES | KEYS)
     assert (found.where.split()[0], found.outcomes["true"]) == (get_marked(roles.reads_a_version_ahead), (2,))
+
+
+@pytest.mark.parametrize("program", [roles.has_cached_its_plan, roles.has_read_its_plan_from_a_file])
+def test_a_rank_that_passes_the_collective_of_others(program: Callable[..., None], tmp_path: Path) -> None:
+    flows = [record(program, tmp_path, rank) for rank in range(3)]
+    found = find_first(flows, lambda group: range(3), is_wanted=passes_a_call)
+    assert (found.where.split()[0], found.exceptional) == (get_marked(program), (1,))
+    guess = Verdict(nodeid="test", outcome="HANG", cause="p2p_unmatched", ranks=(0,), world_size=3, confidence=0.5)
+    assert with_divergence(guess, found, is_same=True).ranks == (1,)
+    fitting = [record(roles.sends_fewer_than_others, tmp_path, rank) for rank in range(3)]
+    assert find_first(fitting, lambda group: range(3), is_wanted=passes_a_call) is None
 
 
 def test_a_key_of_another_name(tmp_path: Path) -> None:
