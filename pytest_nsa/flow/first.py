@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, list_numbers, name_key
-from pytest_nsa.flow.read import Call, Flow, Frame
+from pytest_nsa.flow.read import MAIN, Call, Flow, Frame
 from pytest_nsa.flow.reasons import (
     BY_RANK,
     RAISED,
@@ -30,7 +30,6 @@ from pytest_nsa.flow.source import read_source
 MOST_PAIRS = 64
 MOST_OTHERS = 4  # ranks with which one is compared, as each difference of two counts
 _EXCLUDES = re.compile(r"!=|\bnot\b")
-MAIN = 0  # the number of the thread in which the recording began
 
 
 @dataclass(frozen=True, slots=True)

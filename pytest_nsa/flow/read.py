@@ -15,6 +15,7 @@ from pytest_nsa.wire.files import open_to_read
 FILE = "flow.bin"
 MAGIC = b"NSAFLOW1"
 LARGEST = 128 << 20  # bytes of a half
+MAIN = 0  # the number of the thread in which the recording began
 _PART, _ZEROS = 1 << 20, 256  # bytes that are read at a time, and that are zeros behind the last event
 LINE, ENTER, LEAVE, SET, READ, RAISED, CALL, CODE, HELD, RESUME, PAUSE = range(1, 12)
 _HEADER = struct.Struct("<8sQ")

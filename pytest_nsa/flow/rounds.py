@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pytest_nsa.flow.align import Members, Pair, Parting
-from pytest_nsa.flow.read import Call, Flow, Frame
+from pytest_nsa.flow.read import MAIN, Call, Flow, Frame
 from pytest_nsa.flow.source import Source, Statement, read_source
 
 # A frame, the index of its line that begins the round (a loop's), and of the line behind its last one. -1: the whole of a function.
 Round = tuple[Frame, int, int]
 # By the method in which a thread waits, those that end the wait: of a lock, a semaphore, an event, a condition, a queue.
-_ENDED_BY = {
-    "acquire": {"release"},
-    "wait": {"set", "notify", "notify_all"},
-    "get": {"put", "put_nowait"},
-}
+_NOTIFIES = {"set", "notify", "notify_all"}
+_ENDED_BY = {"acquire": {"release"}, "wait": _NOTIFIES, "wait_for": _NOTIFIES, "get": {"put", "put_nowait"}}
 _ENDS = "ends a wait"
 
 
@@ -101,14 +98,22 @@ def _align(pair: Pair, before: Round, after: Round) -> Parting | None:
 def find_unended_wait(flow: Flow, members: Members) -> tuple[Parting, Pair] | None:
     """Return where a rank's rounds part, the earlier one first: in the latest that called less often what would end its wait.
 
-    None where the rank waits in no such method. Adds calls to ``flow``.
+    None where the rank waits in no such method. A thread for which the main thread waits may wait itself. Adds calls to ``flow``.
     """
-    latest = _note_ends(flow, _list_ends(flow))
-    if latest is None:
-        return None
-    pair = Pair(flow, flow, members, is_owed=_ends_a_wait)
+    for names in _list_ends(flow):
+        latest = _note_ends(flow, names)
+        found = _find_fewer(flow, members, latest) if latest is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _find_fewer(flow: Flow, members: Members, latest: Call) -> tuple[Parting, Pair] | None:
+    """Return the latest round with fewer calls that end a wait than the one before; ``latest`` is the last such call."""
+    is_like = functools.partial(_is_like, latest)
+    pair = Pair(flow, flow, members, is_owed=is_like)
     for rounds, _ in _list_series(flow, latest):
-        numbers = _count_calls(rounds, _ends_a_wait)
+        numbers = _count_calls(rounds, is_like)
         for n in range(len(rounds) - 1, 0, -1):
             found = _align(pair, rounds[n - 1], rounds[n]) if numbers[n] < numbers[n - 1] else None
             if found is not None:
@@ -116,16 +121,17 @@ def find_unended_wait(flow: Flow, members: Members) -> tuple[Parting, Pair] | No
     return None
 
 
-def _ends_a_wait(call: Call) -> bool:
-    return call.kind == _ENDS
+def _is_like(latest: Call, call: Call) -> bool:
+    return (call.kind, call.op) == (_ENDS, latest.op)
 
 
-def _list_ends(flow: Flow) -> set[str]:
-    """Return the methods that would end the wait in which the innermost frame of the main thread is."""
-    frames = [frame for frame in flow.frames.values() if frame.is_open and not frame.is_paused and not frame.thread]
-    inner = max((frame for frame in frames if frame.lines), key=lambda frame: frame.number, default=None)
-    called = list_methods(read_source(inner.file).statement(inner.lines[-1])) if inner is not None else set()
-    return set().union(*(_ENDED_BY[name] for name in called & _ENDED_BY.keys()))
+def _list_ends(flow: Flow) -> list[set[str]]:
+    """Return by thread the methods that would end the wait in which its innermost frame is, the main thread's last."""
+    inner = {f.thread: f for f in flow.frames.values() if f.is_open and not f.is_paused and f.lines}
+    threads = sorted(inner, reverse=True) if MAIN in inner else []
+    called = (list_methods(read_source(inner[n].file).statement(inner[n].lines[-1])) for n in threads)
+    ended = [set().union(*(_ENDED_BY[name] for name in names & _ENDED_BY.keys())) for names in called]
+    return ended if ended and ended[-1] else []
 
 
 @functools.cache
@@ -146,6 +152,6 @@ def _note_ends(flow: Flow, names: set[str]) -> Call | None:
         for index, line in enumerate(begun.lines):
             if not list_methods(source.statement(line)) & names:
                 continue
-            call = Call(_ENDS, "", "", "", -1, -1, "", "", (begun.number, index))
+            call = Call(_ENDS, " ".join(sorted(names)), "", "", -1, -1, "", "", (begun.number, index))
             begun.add_call(index, call)
     return call

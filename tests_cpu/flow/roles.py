@@ -8,6 +8,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 
 from tests_cpu.flow.programs import Call
 
@@ -193,6 +194,29 @@ def waits_for_a_worker_that_passes_over_a_part(rank: int, call: Call) -> None:
     thread.join()
     for _part in range(3):
         results.get() if results.qsize() else call("stuck")
+
+
+def waits_for_a_worker_that_waits_for_a_version(rank: int, call: Call) -> None:
+    def work() -> None:
+        for number in range(3):
+            with is_new:
+                is_new.wait_for(
+                    lambda n=number: asked.append(n) or len(versions) > n, timeout=9
+                )  # longer than the test
+            results.put(number)
+
+    is_new, results, versions, asked = threading.Condition(), queue.Queue[int](), [0], list[int]()
+    threading.Thread(target=work, daemon=True).start()
+    for step in range(3):
+        while step not in asked:
+            time.sleep(0)
+        results.get() if step < 2 else call("stuck")
+        if step == 1:  # HERE
+            continue
+        if step == 0:
+            with is_new:
+                versions.append(step)
+                is_new.notify_all()
 
 
 def sends_its_rows_to_another(rank: int, call: Call) -> None:

@@ -269,6 +269,7 @@ def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: P
         roles.raises_while_it_holds_a_lock,
         roles.waits_for_what_a_thread_has_not_set,
         roles.waits_for_a_worker_that_passes_over_a_part,
+        roles.waits_for_a_worker_that_waits_for_a_version,
     ],
 )
 def test_what_would_have_ended_a_wait(program: Callable[..., None], tmp_path: Path) -> None:
