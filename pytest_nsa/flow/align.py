@@ -188,7 +188,8 @@ class Pair:
         in_rounds = self.one is self.other
         if all(begun) and (in_rounds or (all(is_last) and begun[0][-1].group != begun[1][-1].group)):
             return Parting("argument", (a, b), (i, j), (begun[0][-1], begun[1][-1]))
-        return Parting("callee", (a, b), (i, j)) if len(begun[0]) != len(begun[1]) and not any(is_last) else None
+        has_ended = not is_last[len(begun[0]) > len(begun[1])]  # the rank that began fewer calls
+        return Parting("callee", (a, b), (i, j)) if len(begun[0]) != len(begun[1]) and has_ended else None
 
     def _note_values(self, a: Frame, i: int, b: Frame, j: int) -> None:
         """Note a statement that sets a number, a text or a truth value otherwise on the two ranks."""

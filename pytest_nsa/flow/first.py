@@ -174,8 +174,13 @@ def _find_in_forward(parting: Parting, pair: Pair) -> Parting:
     """
     if parting.kind != "callee" or "backward" not in list_methods(parting.source.statement(parting.line)):
         return parting
-    earlier = (p for p in reversed(_list_earlier(parting, pair)) if p.kind in ("branch", "loop"))
+    earlier = (p for p in reversed(_list_earlier(parting, pair)) if p.kind in ("branch", "loop") or _is_answer(p))
     return next((p for p in earlier if not _is_by_rank(p, pair)), parting)
+
+
+def _is_answer(parting: Parting) -> bool:
+    """Return whether a function returned true on one rank and false on another: a line may decide by it, as `a if f() else b`."""
+    return {frame.returned for frame in parting.frames} == {"True", "False"}
 
 
 def _is_in_role(parting: Parting, pair: Pair) -> bool:

@@ -455,3 +455,15 @@ def leaves_an_expert_unused(rank: int, call: Call) -> None:
         loss = types.SimpleNamespace(backward=functools.partial(list, map(reduce, used)))  # as of a C++ function
         loss.backward()
         call("barrier")
+
+
+def reduces_where_a_budget_is_reached(rank: int, call: Call) -> None:
+    def is_reached(tokens: int) -> bool:
+        return tokens > 8  # HERE
+
+    for step in range(3):
+        tokens = 9 if (rank, step) == (1, 2) else 4
+        reduced = map(call, ["all_reduce"] if is_reached(tokens) else [])
+        loss = types.SimpleNamespace(backward=functools.partial(list, reduced))
+        loss.backward()
+        call("barrier")
