@@ -182,9 +182,10 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
             called_from="",
         )
     raised_later = _raised_later(verdict, found, to_blame)
-    if not (_is_open(verdict) or is_unsure or raised_later) or not found.is_alone or not to_blame:
+    is_for_one = is_unsure and verdict.cause in FOR_ONE  # who owes a message was a guess
+    if not (_is_open(verdict) or is_for_one or raised_later) or not found.is_alone or not to_blame:
         return changed
-    is_known = is_same and bool(found.exceptional)
+    is_known = is_same and bool(found.exceptional) and not is_for_one
     return replace(
         changed,
         labels=shown,
