@@ -22,7 +22,7 @@ from pytest_nsa.flow.first import (
     passes_a_call,
 )
 from pytest_nsa.flow.read import FILE, Flow, read_flow
-from pytest_nsa.flow.reasons import LEFT, reads_rank_alone, shorten
+from pytest_nsa.flow.reasons import LEFT, shorten
 
 # The rules that choose an explanation by weights, where ranks are in different collectives. Who waits for a message or a key, and
 # who sends or sets it, part by right.
@@ -86,9 +86,9 @@ def _compare(
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         owed = find_owed(flows, evidence.members, awaited, verdict.ranks, by_peer=verdict.confidence < SURE)
-        found = owed or (
-            None if found is not None and (found.is_by_rank or reads_rank_alone(found.statement)) else found
-        )
+        is_decided = found is not None and found.kind in ("branch", "loop") and not found.is_by_rank
+        if not is_decided or (owed is not None and owed.where == found.where):
+            found = owed or (None if found is not None and found.is_by_rank else found)
     is_known = verdict.certain or not _is_open(verdict)
     if found is None and verdict.cause in ("assertion", *FOR_ONE) and len(present) < len(flows):
         # All calls fit, or the ranks' parts hide which does not: what the ranks to blame did otherwise than all others.

@@ -87,7 +87,7 @@ class Pair:
 
     def shared(self, flow: Flow, calls: Sequence[Call]) -> list[Key]:
         """Return what must be equal of some calls: of those on groups of both ranks, and between the two."""
-        return [key for call in calls if (key := self.get_key(flow, call)) is not None]
+        return [key for key, _ in self._concerning(flow, calls)]
 
     def get_key(self, flow: Flow, call: Call) -> Key | None:
         """Return what must be equal of a call; None of one that does not concern the other rank."""
@@ -114,11 +114,13 @@ class Pair:
             if not parting.line <= frame.lines[k] <= last:
                 return None
             if begun := self._concerning(flow, frame.calls.get(k, ())):
-                return begun[0]
+                return begun[0][1]
         return None
 
-    def _concerning(self, flow: Flow, calls: Sequence[Call]) -> list[Call]:
-        return [call for call in calls if self.get_key(flow, call) is not None]
+    def _concerning(self, flow: Flow, calls: Sequence[Call]) -> list[tuple[Key, Call]]:
+        """Return what must be equal of some calls, each with its call. Messages follow, by tag: they may begin in any order."""
+        found = [(key, call) for call in calls if (key := self.get_key(flow, call)) is not None]
+        return sorted(found, key=lambda pair: str(pair[0]) if pair[0][0] == "message" else "")
 
     def part_frames(self, a: Frame, b: Frame, begin: tuple[int, int] = (0, 0), depth: int = 0) -> Parting | None:
         """Return where the ranks part in two frames of one function, from the lines of two indices on."""
@@ -203,7 +205,7 @@ class Pair:
             self.noted.append(Parting("value", (a, b), (len(a.lines) - 1, len(b.lines) - 1)))
 
     def _call(self, flow: Flow, frame: Frame, index: int, number: int) -> Call:
-        return self._concerning(flow, frame.calls[index])[number]
+        return self._concerning(flow, frame.calls[index])[number][1]
 
     def _callees(self, a: Frame, i: int, b: Frame, j: int, depth: int) -> Parting | None:
         """Return where the ranks part in the frames that a statement called. They are matched by name."""
@@ -217,6 +219,8 @@ class Pair:
                         return found
                     if self.notes_all:
                         self._note_returned(x, y)
+            elif (a0 == len(mine) and _is_inside(mine)) or (b0 == len(others) and _is_inside(others)):
+                return None  # that rank has not yet come so far
             elif any(self._concerns(self.one, f) for f in mine[a0:a1]) or any(
                 self._concerns(self.other, f) for f in others[b0:b1]
             ):
@@ -259,15 +263,12 @@ class Pair:
     def _calls_by_line(self, flow: Flow, frame: Frame, index: int) -> Iterator[tuple[int, Call]]:
         """Yield the calls that concern the other rank from a line on, each with the index of its line."""
         for k in range(index, len(frame.lines)):
-            yield from ((k, call) for call in self._concerning(flow, frame.calls.get(k, ())))
+            yield from ((k, call) for _, call in self._concerning(flow, frame.calls.get(k, ())))
 
     def _began_the_same(self, a: Frame, i: int, i2: int, b: Frame, j: int, j2: int) -> bool:
-        """Return whether both began the same shared calls from a statement on until they meet: messages in any order."""
-        mine, others = (
-            sorted(self.shared(flow, frame.list_calls(k, k2)), key=lambda key: str(key) if key[0] == "message" else "")
-            for flow, frame, k, k2 in ((self.one, a, i, i2), (self.other, b, j, j2))
-        )
-        return mine == others
+        """Return whether both began the same shared calls from a statement on until they meet."""
+        mine, others = a.list_calls(i, i2), b.list_calls(j, j2)
+        return self.shared(self.one, mine) == self.shared(self.other, others)
 
     def _parting(self, source: Source, a: Frame, i: int, b: Frame, j: int) -> Parting:
         node = source.statement(a.lines[i])
@@ -330,6 +331,11 @@ def _matched(mine: list[Frame], others: list[Frame]) -> list[tuple[list[Frame], 
         for frame in frames:
             found.setdefault(frame.function, ([], []))[side].append(frame)
     return sorted(found.values(), key=lambda pair: min((f.thread for f in pair[0]), default=1 << 30))
+
+
+def _is_inside(frames: Sequence[Frame]) -> bool:
+    """Return whether a rank is in the last of the frames that a statement called."""
+    return bool(frames) and frames[-1].is_open and not frames[-1].is_paused
 
 
 def _is_closed(frame: Frame, index: int) -> bool:

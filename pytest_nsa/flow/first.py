@@ -158,8 +158,11 @@ def find_first(
             found.append((_find_in_forward(parting, pair), pair))
     if not found:
         return None
-    # Ranks of one part show more than those of two.
-    found = [f for f in found if not (_is_by_rank(*f) or _calls_other_code(f[0]))] or found
+    # Ranks of one part show more than those of two. Who sends, receives or sets keys parts by right.
+    of_one_part = [f for f in found if not (_is_by_rank(*f) or _calls_other_code(f[0]))]
+    found = of_one_part or (found if kinds == COLLECTIVES else [])
+    if not found:
+        return None
     number = Counter(parting.statement for parting, _ in found)
     first = min(found, key=lambda f: (_count_calls(f), -number[f[0].statement]))[0].statement
     here = [(parting, pair) for parting, pair in found if parting.statement == first]
