@@ -182,7 +182,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
             called_from="",
         )
     raised_later = _raised_later(verdict, found, to_blame)
-    is_for_one = is_unsure and verdict.cause in FOR_ONE  # who owes a message was a guess
+    is_for_one = verdict.cause in FOR_ONE and not verdict.certain  # who owes a message is inferred
     if not (_is_open(verdict) or is_for_one or raised_later) or not found.is_alone or not to_blame:
         return changed
     is_known = is_same and bool(found.exceptional) and not is_for_one
