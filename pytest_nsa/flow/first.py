@@ -171,14 +171,19 @@ def find_first(
 
 
 def _find_in_forward(parting: Parting, pair: Pair) -> Parting:
-    """Return the latest decision before a backward pass that calls other hooks: these follow from what the forward pass used.
+    """Return the decision before a backward pass that calls other hooks: these follow from what the forward pass used.
 
-    Return ``parting`` for another statement, and where the ranks did not decide otherwise before it.
+    The latest one in a module's ``forward``, else the first one since the last call that both ranks began, else the latest. Return
+    ``parting`` for another statement, and where there is no decision.
     """
     if parting.kind != "callee" or "backward" not in list_methods(parting.source.statement(parting.line)):
         return parting
-    earlier = (p for p in reversed(_list_earlier(parting, pair)) if p.kind in ("branch", "loop") or _is_answer(p))
-    return next((p for p in earlier if not _is_by_rank(p, pair)), parting)
+    earlier = [p for p in _list_earlier(parting, pair) if p.kind in ("branch", "loop") or _is_answer(p)]
+    earlier = [p for p in earlier if not _is_by_rank(p, pair)]
+    in_forward = [p for p in earlier if any(frame.name == "forward" for frame in p.frames[0].list_open())]
+    begun = _count_calls((parting, pair))
+    since = [p for p in earlier if _count_calls((p, pair)) == begun]
+    return (in_forward[-1:] or since[:1] or earlier[-1:] or [parting])[0]
 
 
 def _is_answer(parting: Parting) -> bool:

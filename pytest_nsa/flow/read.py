@@ -81,6 +81,10 @@ class Frame:
         """What identifies its function."""
         return self.file, self.name, self.first, self.checksum
 
+    def list_open(self) -> list[Frame]:
+        """Return it and the frames that led to it, the innermost first."""
+        return [self, *(self.above.list_open() if self.above is not None else ())]
+
     def get_position(self, index: int) -> tuple[int, ...]:
         """Return what orders its line of an index among the lines of its thread."""
         found, frame = [index], self
