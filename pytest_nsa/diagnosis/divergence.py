@@ -86,11 +86,12 @@ def _compare(
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
         awaited = [(rank, call) for rank, call in latest if rank in for_one and call.kind in MESSAGES | {"wait"}]
         owed = find_owed(flows, evidence.members, awaited, verdict.ranks, by_peer=verdict.confidence < SURE)
-        is_decided = found is not None and found.kind in ("branch", "loop") and not found.is_by_rank
-        if not is_decided or (owed is not None and owed.where == found.where):
-            found = owed or (None if found is not None and found.is_by_rank else found)
+        found = None if found is not None and found.is_by_rank else found
+        is_decided = found is not None and found.kind in ("branch", "loop")
+        if owed is not None and (found is None or not is_decided or owed.where == found.where):
+            found = owed
     is_known = verdict.certain or not _is_open(verdict)
-    if found is None and verdict.cause in ("assertion", *FOR_ONE) and len(present) < len(flows):
+    if found is None and verdict.cause in ("assertion", "rank_died", *FOR_ONE) and len(present) < len(flows):
         # All calls fit, or the ranks' parts hide which does not: what the ranks to blame did otherwise than all others.
         others = list_other_values(flows, evidence.members, present)
         decided = (other for other in others if verdict.cause == "assertion" or other.kind in ("branch", "loop"))

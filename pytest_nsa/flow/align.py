@@ -11,6 +11,7 @@ Sumner, Jagannathan: Analyzing concurrency bugs using dual slicing, ISSTA 2010).
 
 import ast
 import difflib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -276,6 +277,8 @@ class Pair:
         ends_a_loop = is_loop and a.raised.get(i, b.raised.get(j, "")).startswith(
             ("StopIteration", "StopAsyncIteration")
         )
+        if isinstance(node, ast.With | ast.AsyncWith):
+            i, j = _raised_inside(node, a, i, b, j)
         if (i in a.raised) != (j in b.raised) and not ends_a_loop:
             a, i, b, j = _innermost_raise(a, i, b, j)
             kind = "exception"
@@ -306,6 +309,23 @@ def name_key(call: Call) -> str:
 def list_numbers(call: Call) -> list[int]:
     """Return the numbers in the key of a store: of the round, of the rank."""
     return [int(number) for number in _NUMBERS.findall(call.key)]
+
+
+def _raised_inside(node: ast.With | ast.AsyncWith, a: Frame, i: int, b: Frame, j: int) -> tuple[int, int]:
+    """Return the indices of the line inside a ``with`` that raised on one rank: the block's end executes its head again."""
+    inside = range(node.lineno + 1, (node.end_lineno or node.lineno) + 1)
+    before = [list(_list_back(frame, k, inside)) for frame, k in ((a, i), (b, j))]
+    for mine, frame, others, other in ((before[0], a, before[1], b), (before[1], b, before[0], a)):
+        raised = next((k for k in mine if k in frame.raised), None)
+        there = next((k for k in others if raised is not None and other.lines[k] == frame.lines[raised]), None)
+        if raised is not None and there is not None and there not in other.raised:
+            return (raised, there) if frame is a else (there, raised)
+    return i, j
+
+
+def _list_back(frame: Frame, index: int, lines: Sequence[int]) -> Iterator[int]:
+    """Yield the indices before one, backwards, as long as they are of some lines."""
+    return itertools.takewhile(lambda k: frame.lines[k] in lines, range(index - 1, -1, -1))
 
 
 def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Frame, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pytest_nsa.flow.align import Members, Pair, Parting
-from pytest_nsa.flow.read import MAIN, Call, Flow, Frame
+from pytest_nsa.flow.read import Call, Flow, Frame
 from pytest_nsa.flow.source import Source, Statement, read_source
 
 # A frame, the index of its line that begins the round (a loop's), and of the line behind its last one. -1: the whole of a function.
@@ -98,7 +98,7 @@ def _align(pair: Pair, before: Round, after: Round) -> Parting | None:
 def find_unended_wait(flow: Flow, members: Members) -> tuple[Parting, Pair] | None:
     """Return where a rank's rounds part, the earlier one first: in the latest that called less often what would end its wait.
 
-    None where the rank waits in no such method. A thread for which the main thread waits may wait itself. Adds calls to ``flow``.
+    None where the rank waits in no such method. What the main thread waits for may wait itself. Adds calls to ``flow``.
     """
     for names in _list_ends(flow):
         latest = _note_ends(flow, names)
@@ -126,12 +126,17 @@ def _is_like(latest: Call, call: Call) -> bool:
 
 
 def _list_ends(flow: Flow) -> list[set[str]]:
-    """Return by thread the methods that would end the wait in which its innermost frame is, the main thread's last."""
-    inner = {f.thread: f for f in flow.frames.values() if f.is_open and not f.is_paused and f.lines}
-    threads = sorted(inner, reverse=True) if MAIN in inner else []
-    called = (list_methods(read_source(inner[n].file).statement(inner[n].lines[-1])) for n in threads)
-    ended = [set().union(*(_ENDED_BY[name] for name in names & _ENDED_BY.keys())) for names in called]
-    return ended if ended and ended[-1] else []
+    """Return the methods that would end each wait of a rank: of its main thread, of other threads, of coroutines."""
+    frames = [f for f in flow.frames.values() if f.is_open and f.lines]
+    inner = {f.thread: f for f in frames if not f.is_paused}
+    waiting = [*(inner[n] for n in sorted(inner)), *(f for f in frames if f.is_paused)]
+    statements = [read_source(f.file).statement(f.lines[-1]) for f in waiting]
+    awaited = [n for n, f in zip(statements, waiting, strict=True) if not f.is_paused or _awaits(n)]
+    return [ends for n in awaited if (ends := set().union(*(_ENDED_BY.get(name, ()) for name in list_methods(n))))]
+
+
+def _awaits(statement: Statement) -> bool:
+    return isinstance(statement, ast.stmt) and any(isinstance(node, ast.Await) for node in ast.walk(statement))
 
 
 @functools.cache

@@ -467,3 +467,29 @@ def reduces_where_a_budget_is_reached(rank: int, call: Call) -> None:
         loss = types.SimpleNamespace(backward=functools.partial(list, reduced))
         loss.backward()
         call("barrier")
+
+
+def raises_inside_a_span(rank: int, call: Call) -> None:
+    @contextlib.contextmanager
+    def span() -> Iterator[None]:
+        yield
+        call("all_gather")
+
+    def divide(rows: int) -> float:
+        total = 4
+        return total / rows  # HERE
+
+    for step in range(3):
+        rows = 0 if (rank, step) == (1, 2) else 2
+        with contextlib.suppress(ZeroDivisionError), span():
+            divide(rows)
+        call("barrier")
+
+
+def fits_though_messages_cross(rank: int, call: Call) -> None:
+    left, right = (rank - 1) % 3, (rank + 1) % 3
+    begin = functools.partial(functools.partial, call)
+    for _ in range(2):
+        sent = begin("send", kind="send", peer=right, note="1"), begin("send", kind="send", peer=left, note="2")
+        taken = begin("recv", kind="receive", peer=left, note="1"), begin("recv", kind="receive", peer=right, note="2")
+        list(map(functools.partial.__call__, (*sent, *taken)))

@@ -4,6 +4,7 @@
 ``# HERE``.
 """
 
+import asyncio
 import contextlib
 import functools
 import queue
@@ -217,6 +218,42 @@ def waits_for_a_worker_that_waits_for_a_version(rank: int, call: Call) -> None:
             with is_new:
                 versions.append(step)
                 is_new.notify_all()
+
+
+def waits_in_a_coroutine(rank: int, call: Call) -> None:
+    def push(token: int, is_whole: asyncio.Event) -> None:
+        if token:  # HERE
+            return
+        is_whole.set()
+
+    async def wait(is_whole: asyncio.Event) -> None:
+        await is_whole.wait()
+
+    async def answer(tokens: tuple[int, ...]) -> None:
+        is_whole = asyncio.Event()
+        task = asyncio.create_task(wait(is_whole))
+        await asyncio.sleep(0)
+        for token in tokens:
+            push(token, is_whole)
+        if not is_whole.is_set():
+            call("stuck")
+            task.cancel()
+
+    asyncio.run(answer((3, 0)))
+    asyncio.run(answer((3, 2)))
+
+
+def waits_before_it_uses_a_batch(rank: int, call: Call) -> None:
+    def read() -> int:
+        if rank == 1:
+            call("stuck")
+        return 4
+
+    def use(size: int) -> None:
+        call("all_reduce", what=str(size))
+
+    use(read())
+    call("barrier")
 
 
 def sends_its_rows_to_another(rank: int, call: Call) -> None:

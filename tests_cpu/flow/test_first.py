@@ -270,6 +270,7 @@ def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: P
         roles.waits_for_what_a_thread_has_not_set,
         roles.waits_for_a_worker_that_passes_over_a_part,
         roles.waits_for_a_worker_that_waits_for_a_version,
+        roles.waits_in_a_coroutine,
     ],
 )
 def test_what_would_have_ended_a_wait(program: Callable[..., None], tmp_path: Path) -> None:
@@ -343,9 +344,15 @@ def get_marked(program: Callable[..., None]) -> str:
     return f"{inspect.getfile(program)}:{marked}"
 
 
-def test_messages_that_fit_in_another_order(tmp_path: Path) -> None:
-    flows = [record(PROGRAMS["fits_though_messages_have_another_order"], tmp_path, rank) for rank in range(2)]
-    assert find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES) is None
+@pytest.mark.parametrize("name", ["fits_though_messages_have_another_order", "fits_though_messages_cross"])
+def test_messages_that_fit_in_another_order(name: str, tmp_path: Path) -> None:
+    flows = [record(PROGRAMS[name], tmp_path, rank) for rank in range(RANKS)]
+    assert find_first(flows, lambda group: range(RANKS), kinds=COLLECTIVES | MESSAGES) is None
+
+
+def test_a_rank_that_has_not_come_as_far(tmp_path: Path) -> None:
+    flows = [record(roles.waits_before_it_uses_a_batch, tmp_path, rank) for rank in range(2)]
+    assert find_first(flows, lambda group: range(2)) is None
 
 
 def test_a_collection_while_a_source_is_parsed(tmp_path: Path) -> None:
