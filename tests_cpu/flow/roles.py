@@ -245,8 +245,7 @@ def waits_in_a_coroutine(rank: int, call: Call) -> None:
 
 def waits_before_it_uses_a_batch(rank: int, call: Call) -> None:
     def read() -> int:
-        if rank == 1:
-            call("stuck")
+        call("stuck" if rank == 1 else "load", kind="none")
         return 4
 
     def use(size: int) -> None:
