@@ -83,7 +83,10 @@ class Frame:
 
     def list_open(self) -> list[Frame]:
         """Return it and the frames that led to it, the innermost first."""
-        return [self, *(self.above.list_open() if self.above is not None else ())]
+        found = [self]
+        while (above := found[-1].above) is not None:
+            found.append(above)
+        return found
 
     def get_position(self, index: int) -> tuple[int, ...]:
         """Return what orders its line of an index among the lines of its thread."""
@@ -214,7 +217,9 @@ class _Reader:
                 at += 16
                 if number in frames:
                     frames[number].is_paused = False
-                    self._place(frames[number], parent)
+                    children = self._place(frames[number], parent)
+                    if frames[number].above is not None and frames[number] not in children:
+                        children.append(frames[number])
             elif kind == HELD:
                 self._hold(*_SIX.unpack_from(data, at))
                 at += 24
@@ -230,18 +235,17 @@ class _Reader:
         frame = Frame(number, *self.codes[code], thread)
         frame.begun_at = len(self.flow.calls.setdefault(thread, []))
         self.frames[number] = frame
-        self._place(frame, parent)
-        if frame.above is None:
-            self.flow.roots.append(frame)
+        self._place(frame, parent).append(frame)
         return frame
 
-    def _place(self, frame: Frame, parent: int) -> None:
-        """Set the frame, and the index of its line, that called a frame, or that a generator's frame gives its next value to."""
+    def _place(self, frame: Frame, parent: int) -> list[Frame]:
+        """Set the frame, and the index of its line, that called a frame, or that a generator's frame gives its next value to.
+
+        Return the frames that this line called, or the outermost ones.
+        """
         above = self.frames.get(parent)
         frame.above, frame.above_at = above, len(above.lines) - 1 if above is not None else -1
-        children = above.children.setdefault(frame.above_at, []) if above is not None else [frame]
-        if frame not in children:
-            children.append(frame)
+        return above.children.setdefault(frame.above_at, []) if above is not None else self.flow.roots
 
     def _hold(self, number: int, parent: int, code: int, thread: int, line: int, calls: int) -> None:
         if number in self.frames:
