@@ -74,13 +74,13 @@ def _compare(
     peers = {rank.rank: rank.board.blocked.peer for rank in waiting if rank.board is not None and rank.board.blocked}
     kinds |= MESSAGES if any(peer >= 0 for peer in peers.values()) else frozenset()
     stuck = _stuck(evidence)
-    found = find_first(flows, evidence.members, [] if kinds & KEYS else stuck, kinds)
     for_one = {rank.rank for rank in waiting if rank.waits_for_a_key or peers.get(rank.rank, -1) != -1}
     if for_one and -1 in peers.values():
         # A rank that skipped the collective of others waits later, for a message or a key that these would have given it.
         skipped = find_first(flows, evidence.members, stuck, is_wanted=passes_a_call)
         if skipped is not None:
             return skipped
+    found = find_first(flows, evidence.members, [] if kinds & KEYS else stuck, kinds)
     # Who sends and who receives part by right; two ends of a message that differ are its arguments.
     if for_one and (found is None or found.kind != "argument"):
         latest = [(flow.rank, calls[-1]) for flow in flows for calls in flow.calls.values() if calls]
@@ -93,6 +93,7 @@ def _compare(
     is_known = verdict.certain or not _is_open(verdict)
     if found is None and verdict.cause in ("assertion", "rank_died", *FOR_ONE) and len(present) < len(flows):
         # All calls fit, or the ranks' parts hide which does not: what the ranks to blame did otherwise than all others.
+        # An assertion compares values, so a value that differs explains it, too.
         others = list_other_values(flows, evidence.members, present)
         decided = (other for other in others if verdict.cause == "assertion" or other.kind in ("branch", "loop"))
         found = next((replace(other, is_alone=False) for other in decided if not other.is_by_role), None)
@@ -183,10 +184,10 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
             called_from="",
         )
     raised_later = _raised_later(verdict, found, to_blame)
-    is_for_one = verdict.cause in FOR_ONE and not verdict.certain  # who owes a message is inferred
-    if not (_is_open(verdict) or is_for_one or raised_later) or not found.is_alone or not to_blame:
+    is_inferred = verdict.cause in FOR_ONE and not verdict.certain  # who owes a message
+    if not (_is_open(verdict) or is_inferred or raised_later) or not found.is_alone or not to_blame:
         return changed
-    is_known = is_same and bool(found.exceptional) and not is_for_one
+    is_known = is_same and bool(found.exceptional) and not is_inferred
     return replace(
         changed,
         labels=shown,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from nsa.trace.flow.statements import chains
+from nsa.trace.flow.statements import chain_of, chains
 from pytest_nsa.flow.align import KEYS, MESSAGES, Parting
 from pytest_nsa.flow.read import Flow, Frame
 from pytest_nsa.flow.source import Statement, read_source
@@ -223,7 +223,7 @@ def _names(statement: Statement) -> list[str]:
 
 
 def _targets(statement: Statement) -> list[str]:
-    """Return the names and attributes that a statement sets, without its body: not the object of which it sets an attribute."""
+    """Return the names and attributes that a statement sets, without its body."""
     match statement:
         case ast.Assign():
             targets = statement.targets
@@ -233,9 +233,14 @@ def _targets(statement: Statement) -> list[str]:
             targets = [item.optional_vars for item in statement.items if item.optional_vars]
         case _:
             targets = []
-    return [
-        name for target in targets for name in list(chains(target))[: 1 if isinstance(target, ast.Attribute) else None]
-    ]
+    return [name for target in targets for name in _list_set(target)]
+
+
+def _list_set(target: ast.expr) -> list[str]:
+    """Return the names and attributes that are set in a target. Setting an attribute does not set its object."""
+    if isinstance(target, ast.Tuple | ast.List):
+        return [name for part in target.elts for name in _list_set(part)]
+    return list(filter(None, [chain_of(target)])) if isinstance(target, ast.Attribute) else list(chains(target))
 
 
 def _value(flow: Flow, frame: Frame, at: int, name: str) -> _Value | None:

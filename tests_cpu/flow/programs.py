@@ -6,6 +6,7 @@ calls fit.
 
 import contextlib
 import functools
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -465,6 +466,30 @@ def reduces_where_a_budget_is_reached(rank: int, call: Call) -> None:
         tokens = 9 if (rank, step) == (1, 2) else 4
         reduced = map(call, ["all_reduce"] if is_reached(tokens) else [])
         loss = types.SimpleNamespace(backward=functools.partial(list, reduced))
+        loss.backward()
+        call("barrier")
+
+
+def freezes_a_layer_by_its_own_loss(rank: int, call: Call) -> None:
+    class Layer:
+        def __init__(self) -> None:
+            self.trains = True
+
+    class Schedule:
+        def __init__(self, limit: float) -> None:
+            self.limit = limit
+
+        def is_due(self, loss: float) -> bool:
+            return loss > self.limit  # HERE
+
+    def reduce(layer: Layer) -> None:
+        call("all_reduce")
+
+    layers, schedule = [Layer(), Layer()], Schedule(2.0)
+    for step in range(3):
+        layers[0].trains = schedule.is_due(1.0 if (rank, step) == (1, 2) else 3.0)
+        trained = filter(operator.attrgetter("trains"), layers)
+        loss = types.SimpleNamespace(backward=functools.partial(list, map(reduce, trained)))
         loss.backward()
         call("barrier")
 
