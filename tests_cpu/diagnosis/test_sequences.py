@@ -7,6 +7,7 @@ import pytest
 
 from nsa.trace.board import Board
 from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.rules.calls import find_origin
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete, first_departure, waits_in_different_calls
 from pytest_nsa.evidence.load import load
@@ -118,3 +119,15 @@ def test_of_a_group_whose_ranks_were_cut_off_its_members_are_not_judged(
     (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "hang_after", "stalled_s": 4.0}\n')
     verdict = diagnose(load(folder))
     assert (verdict.rule == "groups.groups_differ") is is_judged, verdict.rule
+
+
+def test_a_call_of_a_group_that_has_the_culprits_alone_as_members_is_its_own_origin(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "t", world_size=3)
+    for rank in range(3):
+        board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=3)
+        board.leave(board.enter("new_group", "0", 1, "", 0, "a.py:1 in f", size=2, note="1: 0,1"))
+        for n in range(2 * (rank < 2)):
+            board.enter("allreduce", "1", n + 1, "float32", 4, "a.py:5 in f", size=2)
+    evidence = load(folder)
+    missed = evidence.ranks[0].collectives[-1]
+    assert find_origin(evidence, (0, 1), missed).where == "a.py:5 in f"

@@ -197,8 +197,8 @@ def is_alone_inside(
     rings = _before(evidence, until)
     odd = [ring for rank, ring in rings.items() if rank in culprits]
     rest = [ring for rank, ring in rings.items() if rank not in culprits]
-    if not all((*odd, *rest)):
-        return None
+    if not odd or not rest or not all((*odd, *rest)):
+        return None  # the group has members of one side alone, or a member made no call
     one, other = (odd, rest) if of_culprits else (rest, odd)
     known = {c.way for ring in other for c in ring}
     if not _agree(one) or not _agree([*other, *([c for c in ring if c.way in known] for ring in one)]):
