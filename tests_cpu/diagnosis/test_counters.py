@@ -23,10 +23,8 @@ def find_round(source: str, line: int, **counts: int) -> int | None:
     [
         ("for step in range(9):", {"step": 4}, 4),
         ("for step in range(9, 0, -1):", {"step": 4}, -4),
-        ("for step in reversed(range(9)):", {"step": 4}, -4),
         ("for i, batch in enumerate(loader):", {"i": 2, "batch": 7}, 2),
         ("for i, batch in tqdm(enumerate(loader), total=4):", {"i": 2}, 2),
-        ("for batch, step in zip(loader, range(9)):", {"batch": 9, "step": 3}, 3),
         ("for step in itertools.count(1):", {"step": 5}, 5),
         ("for length in lengths:", {"length": 5}, None),  # whole numbers in no order
         ("for key in shuffled(range(9)):", {"key": 5}, None),
@@ -36,7 +34,6 @@ def find_round(source: str, line: int, **counts: int) -> int | None:
         ("for i in range(rank, 9, world_size):", {"i": 4}, None),
         ("for i in range(0, len(x), part):", {"i": 4}, 4),
         ("for i in range(8, 0, -part):", {"i": 4}, -4),
-        ("for i in reversed(range(layers)):", {"i": 4}, None),
         ("for i in itertools.count(rank):", {"i": 4}, None),
         ("for i, batch in enumerate(loader, seen):", {"i": 4}, None),
     ],

@@ -115,11 +115,4 @@ def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
     if called == "enumerate" and isinstance(first, ast.Name):
         begins_alike = len(over.args) == 1 and all(_number(k.value) is not None for k in over.keywords)
         return (first.id, 1) if begins_alike else ("", 0)
-    if called == "zip" and isinstance(target, ast.Tuple):
-        pairs = (_counter(t, o) for t, o in zip(target.elts, over.args, strict=False))
-        return next((pair for pair in pairs if pair[0]), ("", 0))
-    if called == "reversed" and over.args:
-        name, sign = _counter(target, over.args[0])
-        ends = [_number(n) for n in over.args[0].args] if isinstance(over.args[0], ast.Call) else [None]
-        return (name, -sign) if None not in ends else ("", 0)
     return _counter(target, over.args[0]) if called in _AROUND and over.args else ("", 0)

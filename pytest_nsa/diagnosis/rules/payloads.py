@@ -21,8 +21,7 @@ from pytest_nsa.diagnosis.facts import (
 from pytest_nsa.diagnosis.rules.calls import explain_calls
 from pytest_nsa.diagnosis.rules.exits import deaths, have_own_errors
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
-from pytest_nsa.diagnosis.words import A_GROUP_A_THREAD
-from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
+from pytest_nsa.evidence.board import ANY, NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings, first_departure, in_sequence
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -38,23 +37,19 @@ def received_another_size(evidence: Evidence) -> Finding | None:
     if rank is None or _ANOTHER_SIZE not in rank.abort_message:
         return None
     call = awaited(rank)
-    calls = [c for c in rank.collectives if call is not None and c.process_group == call.process_group]
     at = f" in {call.describe()}" if call is not None else ""
     reason = f"gloo aborted rank {rank.rank}{at}: it received a message of another size than the call expects, "
     reason += "although the recorded calls agree"
-    is_race = len({c.side_thread for c in calls}) > 1
-    if is_race:
-        reason += f"; rank {rank.rank} calls in this group in several threads: their order is a race"
     return Finding(
         cause="collective_mismatch", reason=reason, confidence=0.6, facts=all_facts(evidence.ranks),
         ranks=evidence.members(call.process_group) if call is not None else tuple(r.rank for r in evidence.ranks),
         where=call.site if call is not None else last_seen(rank),
-        advice=A_GROUP_A_THREAD if is_race else "look for calls that are not recorded: of a backend's object, or in C++",
+        advice="look for calls that are not recorded: of a backend's object, or in C++",
     )  # fmt: skip
 
 
 def aborted(evidence: Evidence) -> Finding | None:
-    """Find that gloo aborted a rank inside an exchange with free sizes, because another rank expected something else."""
+    """Find that gloo aborted a rank in a receive, because the sender gave something else."""
     if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog aborts waiting ranks, too
         return None
     for rank in evidence.ranks:
@@ -65,21 +60,6 @@ def aborted(evidence: Evidence) -> Finding | None:
             other = _unexpected_size(evidence, rank, at)
             if other is not None:
                 return other
-        if not at.op.startswith(UNEVEN):
-            continue
-        entered = {n: c for n, ring in rings(evidence).items() for c in ring if c.place == at.place}
-        if len(entered) < at.size:
-            continue
-        odd = _odd_ones(evidence, entered)
-        shown = "; ".join(
-            f"rank {n} gave {c.dtype} x {c.count}" + (f", {c.note}" if c.note else "")
-            for n, c in sorted(entered.items())
-        )
-        return Finding(
-            cause="collective_mismatch", ranks=odd, where=entered[odd[0]].site,
-            reason=f"gloo aborted rank {rank.rank} inside {at.op} #{at.sequence}: others expected something else ({shown})",
-            confidence=0.6, facts=all_facts(evidence.ranks),
-        )  # fmt: skip
     return None
 
 
