@@ -75,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         help="as in artifacts/latest or artifacts/latest/SCENARIO, or dumps, logs and stacks that other tools left",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print verdict.json objects, one a line")
-    command.add_argument(
-        "--html", action="store_true", help="write DIR/report.html again: of a training with its curves"
-    )
+    command.add_argument("--html", action="store_true", help="write DIR/report.html again")
     command.add_argument("--sources", action="store_true", help=_SOURCES)
     command.add_argument(
         "--again", action="store_true",

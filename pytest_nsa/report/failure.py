@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import quote
 
 from pytest_nsa.diagnosis.causes import CAUSES
@@ -14,7 +13,6 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.report.curves import curves
 from pytest_nsa.report.divergence import divergence_table
 from pytest_nsa.report.frame import build_frame, read_code
 from pytest_nsa.report.lanes import TRACE, build_trace, call_tables, lanes
@@ -131,7 +129,7 @@ SHOWN_FACTS = 12
 OUTPUTS = 8  # ranks with output on the page: culprits first
 
 
-def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
+def failure(entry: Entry, evidence: Evidence) -> Markup:
     """Return the section of a test that failed."""
     v, folder = entry.verdict, quote(entry.folder)
     return tag(
@@ -147,7 +145,6 @@ def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
         _section("Where each rank was", stack_tree(evidence, v.ranks) or _seen(evidence)),
         _section("Collectives", *call_tables(evidence)),
         _section("Ranks over time", lanes(evidence, v.ranks)),
-        curves(run / entry.folder),
         tag("details", tag("summary", "Evidence"), *_evidence(entry)),
         tag("details", tag("summary", "Output of the ranks"), *_outputs(evidence, v)),
         tag(

@@ -10,7 +10,6 @@ from urllib.parse import quote
 from pytest_nsa.diagnosis.decision import Decision, choose_noun, count
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.report.curves import curves
 from pytest_nsa.report.failure import anchor, failure, outcome_tag
 from pytest_nsa.report.lanes import TRACE, lanes, write_trace
 from pytest_nsa.report.markup import Markup, document, file, row, table, tag
@@ -44,10 +43,10 @@ def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: 
         ),
         tag(
             "main",
-            *_failures(run, failed, evidence),
+            *_failures(failed, evidence),
             _decision(decision) if failed else None,
             _announcements(run),
-            _all(run, entries, evidence),
+            _all(entries, evidence),
         ),
         tag("script", script),
     )
@@ -113,13 +112,13 @@ def _counts(entries: list[Entry]) -> Iterator[Markup]:
         yield tag("span", tag("b", n), f" {outcome}{' as expected' if expected else ''}", class_=f"chip {outcome}")
 
 
-def _failures(run: Path, failed: list[Entry], evidence: dict[str, Evidence]) -> Iterator[Markup]:
+def _failures(failed: list[Entry], evidence: dict[str, Evidence]) -> Iterator[Markup]:
     first: dict[tuple[object, ...], str] = {}  # the first test of each outcome, cause, ranks and line
     for entry in failed[:DETAILED]:
         v = entry.verdict
         like = first.setdefault((v.outcome, v.cause, v.ranks, v.where), entry.name)
         if entry.folder in evidence:
-            whole = failure(run, entry, evidence[entry.folder])
+            whole = failure(entry, evidence[entry.folder])
             alike = "" if like == entry.name else f" as {like}"
             head = tag("summary", tag("b", entry.name), " ", outcome_tag(v), alike)
             # All have one name, so that a browser closes one when it opens another.
@@ -158,7 +157,7 @@ def _announcements(run: Path) -> Markup | None:
     return tag("section", tag("h2", "Announced while it ran"), tag("ol", *rows, class_="announced")) if rows else None
 
 
-def _all(run: Path, entries: list[Entry], evidence: dict[str, Evidence]) -> Markup:
+def _all(entries: list[Entry], evidence: dict[str, Evidence]) -> Markup:
     """Return a row per test, failures first; the evidence of a passing test is folded."""
     ordered = sorted(entries, key=lambda e: not e.verdict.failed)
     outcomes = sorted({e.verdict.outcome for e in entries})
@@ -169,12 +168,12 @@ def _all(run: Path, entries: list[Entry], evidence: dict[str, Evidence]) -> Mark
         class_="tools",
     )  # fmt: skip
     head = tag("tr", *(tag("th", tag("button", n, type="button", class_="sort"), scope="col") for n in COLUMNS))
-    rows = (_row(run, e, evidence.get(e.folder)) for e in ordered)
+    rows = (_row(e, evidence.get(e.folder)) for e in ordered)
     listed = tag("table", tag("thead", head), tag("tbody", *rows), id="tests")
     return tag("section", tag("h2", "All tests"), tools, listed, id="all")
 
 
-def _row(run: Path, entry: Entry, evidence: Evidence | None) -> Markup:
+def _row(entry: Entry, evidence: Evidence | None) -> Markup:
     v = entry.verdict
     shown_ranks = ", ".join(map(str, v.ranks[:8])) + (" …" if len(v.ranks) > 8 else "") if v.failed else ""
     name: Markup
@@ -182,7 +181,7 @@ def _row(run: Path, entry: Entry, evidence: Evidence | None) -> Markup:
         name = tag("a", entry.name, href=f"#{anchor(entry)}")
     elif evidence is not None:
         trace = tag("p", tag("a", TRACE, href=f"{quote(entry.folder)}/{TRACE}"), class_="quiet")
-        name = tag("details", tag("summary", entry.name), lanes(evidence, ()), curves(run / entry.folder), trace)
+        name = tag("details", tag("summary", entry.name), lanes(evidence, ()), trace)
     else:
         name = tag("span", entry.name)
     cells = (

@@ -17,7 +17,6 @@ from nsa.training.parallel import RankInfo
 from nsa.training.statistics import GateStatistics
 from nsa.training.trainer import StepResult, Trainer
 from pytest_nsa.fixtures import Group
-from pytest_nsa.report.curves import curves
 from tests_cpu.fsdp2 import that_run
 from tests_cpu.nsa.test_checkpoint import options, small
 
@@ -107,7 +106,6 @@ def test_the_run_stops_at_the_first_odd_step(
 
 
 def test_every_field_of_metrics_may_be_null(tmp_path: Path) -> None:
-    """The curves of the report pass over a loss that is null."""
     metrics = Metrics(tmp_path, small(tmp_path))
     for step in range(1, 15):
         value = math.nan if step == 5 else float(step)
@@ -120,7 +118,6 @@ def test_every_field_of_metrics_may_be_null(tmp_path: Path) -> None:
     found = lines(tmp_path)
     assert [found[4][name] for name in ("loss", "lr", "peak_mib", "grad_norm", "gates")] == [None] * 4 + [{"cmp": None}]
     assert found[5]["gates"] == {"cmp": 6.0}
-    assert "loss, nats a token, steps 1 to 14: from 1 to 14" in curves(tmp_path)
 
 
 def test_gates_that_are_nan_are_null(tmp_path: Path) -> None:

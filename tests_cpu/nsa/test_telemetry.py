@@ -5,10 +5,8 @@ import ctypes
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,6 @@ from nsa.training.metrics import Metrics
 from nsa.training.statistics import GateStatistics, SelectionStatistics
 from nsa.training.trainer import StepResult
 from pytest_nsa.cli.main import main as command
-from pytest_nsa.report.curves import curves
 from tests_cpu.nsa.test_train import planted
 from tests_cpu.warm import WarmPython
 
@@ -103,32 +100,6 @@ def test_no_file_is_left_undescribed(run: Path) -> None:
     for path in run.iterdir():
         general = re.sub(r"(?<=rank|step)\d+", "N", path.name).removesuffix(".txt")
         assert general in text, path.name
-
-
-def test_the_report_draws_the_curves(run: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(run, tmp_path / "run")  # of which the other tests see no report
-    command = [sys.executable, "-m", "pytest_nsa", "diagnose", str(run), "--html"]
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    page = (run / "report.html").read_text()
-    for title in ("loss, nats a token, steps 1 to 12", "mean gate, steps 1 to 10"):
-        assert f'aria-label="{title}' in page
-    # Not of memory, of which there are two points: they would look like a trend.
-    assert page.count("<polyline") == 1 + 3 + 2
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("metrics.jsonl", '{"epoch": 1}\n{"step": 2, "loss": null}\n{"step": 3, "loss": NaN}\n[]\n'),
-        ("gate_health.jsonl", '{"step": 1}\n{"step": 2, "means": 3}\n'),
-        ("k_stats.csv", "step,layer,distance_mean\n1,a,2.5\n2,a,-\n"),
-        ("mem_step1_rank0.json", ""),
-    ],
-)
-def test_files_that_are_torn_or_somebody_else_s_draw_nothing(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    assert curves(tmp_path) == ""
 
 
 def test_statistics_of_a_selection_that_is_known() -> None:
