@@ -238,21 +238,15 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
     for owed in pairs[:MOST_PAIRS]:
         lines.setdefault(get_line(owed.call), []).append(owed)
         add(Edit.UNASKED, (owed.waiter,), owed)
-        if owed.waiter not in messages.recomputing:  # recomputed: the peer has already answered
-            add(Edit.UNANSWERED, (owed.peer,), owed)
+        add(Edit.UNANSWERED, (owed.peer,), owed)
         if owed.is_offered:
             add(Edit.MISDIRECTED, (owed.waiter,), owed)
-        if owed.is_mutual:
-            add(Edit.UNASKED, (owed.waiter, owed.peer), owed, is_for_all=True)
     for alike in [*lines.values(), pairs]:
         add(Edit.UNASKED, {owed.waiter for owed in alike}, alike[0])
-        if not any(owed.waiter in messages.recomputing for owed in alike):
-            add(Edit.UNANSWERED, {owed.peer for owed in alike}, alike[0])
-    outside = {owed.peer for owed in pairs if owed.waiter not in messages.recomputing} - messages.pending.keys()
+        add(Edit.UNANSWERED, {owed.peer for owed in alike}, alike[0])
+    outside = {owed.peer for owed in pairs} - messages.pending.keys()
     add(Edit.UNANSWERED, outside, next((o for o in pairs if o.peer in outside), pairs[0]))
     add(Edit.UNASKED, messages.pending, pairs[0], is_for_all=True)
-    circle = messages.ends & messages.pending.keys()
-    add(Edit.UNASKED, circle, next((o for o in pairs if o.waiter in circle), pairs[0]), is_for_all=True)
     return list(found.values())
 
 

@@ -61,8 +61,3 @@ def split_place(place: str) -> tuple[str, int, str]:
     at, _, function = place.rpartition(" in ")
     file, _, line = at.rpartition(":")
     return file, int(line) if line.isdigit() else 0, function
-
-
-def recomputes(rank: RankEvidence) -> bool:
-    """Return whether a rank recomputes a part of its forward for gradient checkpointing, which is no round of a loop."""
-    return rank.stack is not None and any("torch/utils/checkpoint.py" in f.file for f in rank.stack.frames)

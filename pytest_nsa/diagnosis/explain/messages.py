@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.rhythm import MOST_BITS, surprise
 from pytest_nsa.diagnosis.facts import has_lost_calls, list_earlier_calls
 from pytest_nsa.evidence.board import ANY, Collective
@@ -60,8 +59,6 @@ class Messages:
     def __init__(self, evidence: Evidence, waits: Mapping[int, Collective]) -> None:
         self.evidence, self.waits, self.has_lost_calls = evidence, waits, has_lost_calls(evidence)
         self.pending = {rank: c for rank, c in waits.items() if c.peer != -1}
-        # They make their call a second time, for a checkpointed forward.
-        self.recomputing = {rank for rank in self.pending if recomputes(evidence.ranks[rank])}
         self.waiters: dict[int, list[int]] = defaultdict(list)
         for rank, call in sorted(self.pending.items()):
             self.waiters[call.peer].append(rank)
@@ -104,26 +101,6 @@ class Messages:
         for (sends, caller, peer), number in made.items():
             if number > made[not sends, peer, caller]:
                 found[sends, peer].add(caller)
-        return found
-
-    @cached_property
-    def ends(self) -> set[int]:
-        """The ranks at the ends of the wait-for chains, and those in the cycles that the chains run into."""
-        found: set[int] = set()
-        seen: set[int] = set()
-        for at in self.pending:
-            way: list[int] = []
-            while at in self.pending and at not in seen:
-                seen.add(at)
-                way.append(at)
-                if not 0 <= self.pending[at].peer < len(self.evidence.ranks):  # a receive from any rank
-                    found.add(at)
-                    break
-                at = self.pending[at].peer
-            if at not in self.pending:
-                found.add(at)
-            elif at in way:
-                found |= set(way[way.index(at) :])
         return found
 
     def pairs(self) -> Iterator[Owed]:
@@ -226,11 +203,6 @@ class Owed:
         mine, others = self._counts(self.answers[-1], self.peer) if self.answers else (0, [])
         third = self.messages.at_line[get_line(self.call)].keys() - {self.waiter, self.peer}
         return bool(third) and self.is_once_more and set(others) == {mine}
-
-    @property
-    def is_mutual(self) -> bool:
-        """Whether the peer waits for the waiter, too."""
-        return self.theirs is not None and self.theirs.peer == self.waiter
 
     @property
     def entered_as_often(self) -> bool:

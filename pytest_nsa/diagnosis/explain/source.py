@@ -15,29 +15,6 @@ def find_loops(sources: Sources, place: str) -> list[ast.For | ast.While]:
     return [statement for statement in sources.around(place) if isinstance(statement, ast.For | ast.While)]
 
 
-def calls_nothing(sources: Sources, place: str) -> bool:
-    """Return whether the innermost statement of a line calls no function, so that the interpreter itself runs there."""
-    found = sources.around(place)
-    if not found:
-        return False
-    innermost = found[-1]
-    # The line of a compound statement (`while`, `if`) has only the condition.
-    tests = [innermost.test] if isinstance(innermost, ast.While | ast.If) else [innermost]
-    compound = isinstance(innermost, ast.For | ast.With | ast.Try | ast.FunctionDef)
-    return not compound and not any(
-        isinstance(node, ast.Call | ast.BinOp) for t in tests for node in ast.walk(t) if _may_be_long(node)
-    )
-
-
-def _may_be_long(node: ast.AST) -> bool:
-    """Return whether a node is a call, or an operator that a tensor may implement; arithmetic with a literal is
-    neither.
-    """
-    if isinstance(node, ast.Call):
-        return True
-    return isinstance(node, ast.BinOp) and not isinstance(node.right, ast.Constant)
-
-
 def is_in_while(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``while``, or is its condition."""
     return any(isinstance(loop, ast.While) for loop in find_loops(sources, place))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, split_place
-from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
+from pytest_nsa.diagnosis.explain.source import is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import describe_inner_wait, in_symbol, who_holds
@@ -255,13 +255,6 @@ def _computing_activity(rank: RankEvidence) -> Activity:
         return Activity(
             "infinite_loop", "polls without a pause for something that does not arrive", line_of_its_loop(rank)
         )
-    if (
-        stack is not None
-        and frame is not None
-        and stack.frames[0] == frame
-        and calls_nothing(rank.sources, frame.describe())
-    ):
-        in_python = True
     if not looks and stack is not None and frame is not None:  # only the stack can show it, without a tracer's frames
         in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
     # Native calls in a `while` return: the loop does not end.
