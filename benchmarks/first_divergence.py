@@ -9,20 +9,16 @@ no statement may be named.
 
 import itertools
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from figures import keep, parser_of, run_tests
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from pytest_nsa.diagnosis.divergence import find_divergence  # noqa: E402
-from pytest_nsa.diagnosis.verdict import Verdict  # noqa: E402
-from pytest_nsa.evidence.load import load  # noqa: E402
-from pytest_nsa.report.run import read_verdict  # noqa: E402
+from pytest_nsa.diagnosis.divergence import find_divergence
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.load import load
+from pytest_nsa.report.run import read_verdict
 
 HEAD = """
 import threading
