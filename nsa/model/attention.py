@@ -5,7 +5,7 @@ Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -282,30 +282,16 @@ class NSAAttention(nn.Module):
         cmp = KV(self.rotary(k_cmp, last), v_cmp)
         if cache is not None:
             cmp, sel, win = cache.append(cmp, sel, win, tail)
-        forced, listener, scale = self.force_branch, self.selection_listener, self.head_dim**-0.5
+        options: dict[str, Any] = {
+            "scale": self.head_dim**-0.5,
+            "backend": self.backend,
+            "listener": self.selection_listener,
+            "forced": self.force_branch,
+        }
         if cache is not None and start and q.numel():
-            if forced is None:
-                return decoding.attend_gated(
-                    q, cmp, sel, win, gates, start, sizes, scale=scale, backend=self.backend, listener=listener
-                )
-            out, chosen = decoding.attend(q, cmp, sel, win, start, sizes, scale=scale, branches=(forced,))
-            if chosen is not None and listener is not None:
-                listener(chosen)
-            return out[forced]
-        y = attend(
-            q,
-            cmp,
-            sel,
-            win,
-            gates,
-            sizes,
-            scale=scale,
-            backend=self.backend,
-            ends=ends,
-            listener=listener,
-            forced=forced,
-        )
-        return y + zero_times(*cmp, *sel, *win, gates) if forced else y
+            return decoding.attend_gated(q, cmp, sel, win, gates, start, sizes, **options)
+        y = attend(q, cmp, sel, win, gates, sizes, ends=ends, **options)
+        return y + zero_times(*cmp, *sel, *win, gates) if self.force_branch else y
 
 
 class DenseAttention(nn.Module):

@@ -28,9 +28,16 @@ def gradients(output: torch.Tensor, inputs: Inputs, weight: torch.Tensor) -> tup
 
 
 def assert_agreement(
-    found: torch.Tensor, wanted: torch.Tensor, inputs: Inputs, exact: Inputs, tolerance: float, of_gradients: float, *,
-    relative: float = 0.0, again: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    found: torch.Tensor,
+    wanted: torch.Tensor,
+    inputs: Inputs,
+    exact: Inputs,
+    tolerance: float,
+    of_gradients: float,
+    *,
+    relative: float = 0.0,
+    again: torch.Tensor | None = None,
+) -> None:
     """Compare output and every gradient with float64, and bit by bit with those of ``again``, the same computation."""
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
     weight = torch.randn_like(wanted).to(found.dtype)

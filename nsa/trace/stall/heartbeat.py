@@ -19,7 +19,7 @@ from nsa.trace.events import SCHEMA
 from nsa.trace.files import close, monotonic, open_to_append, wall_clock, write, write_atomically
 from nsa.trace.frames import describe_line, is_user_file
 from nsa.trace.memory import on_gpu_mib, resident_mib
-from nsa.trace.stall.counters import is_requested, withdraw_request, write_counters
+from nsa.trace.stall.counters import REQUEST, write_counters
 from nsa.trace.stall.held_up import asyncio_tasks, handled_exception
 from nsa.trace.stall.stacks import Place, as_dump, look
 
@@ -210,12 +210,13 @@ class Heartbeat:
         return True
 
     def _answer(self) -> None:
-        """Write the counters of loops once per request of the monitor."""
-        folder = self._stall.parent
-        if is_requested(folder):
+        """Write the counters of loops once per request of the monitor, and delete the request."""
+        request = self._stall.with_name(REQUEST)
+        if os.path.exists(request):
             self._has_answered = True
-            write_counters(folder, self._main or 0)
-            withdraw_request(folder)
+            write_counters(request.parent, self._main or 0)
+            with contextlib.suppress(OSError):
+                os.unlink(request)
 
     def _is_to_rest(self) -> bool:
         """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal while this thread runs Python,
