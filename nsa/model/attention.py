@@ -20,7 +20,6 @@ from nsa.kernels.triton import support
 from nsa.kernels.triton.operators import rotate
 from nsa.model import decoding
 from nsa.model.decoding import KVCache
-from nsa.model.gate import Gate
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines
@@ -105,6 +104,26 @@ class MLPCompression(nn.Module):
         else:
             windows = x.unfold(1, self.l, self.d).transpose(-1, -2)  # [B, Nc, G, l, D]
         return self.fc2(F.silu(self.fc1((windows + self.position).flatten(-2))))
+
+
+class Gate(nn.Module):
+    """The gate (paper, Eq. 5): a sigmoid MLP, x [..., dim] -> gates [..., H, 3] in (0, 1), in the order cmp, sel, win.
+
+    H is that of as many outputs as fc2 has.
+    """
+
+    def __init__(self, dim: int, n_heads: int, hidden: int, *, stop_gradient: bool = False) -> None:
+        super().__init__()
+        self.stop_gradient = stop_gradient
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, n_heads * len(BRANCHES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = torch.sigmoid(self.fc2(F.silu(self.fc1(x))))
+        if self.stop_gradient:
+            # The branches keep training; the gate's own parameters get zero gradients, not none.
+            gates = gates.detach() + gates * 0
+        return gates.unflatten(-1, (gates.shape[-1] // len(BRANCHES), len(BRANCHES)))
 
 
 def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
