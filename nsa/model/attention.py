@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns selection blocks.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -23,6 +24,7 @@ from nsa.model.decoding import KVCache
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines
+Compression = Callable[..., torch.Tensor]
 
 
 class Rotary(nn.Module):
@@ -70,22 +72,8 @@ def _positions(tokens: int, start: int, ends: Sequence[int] | None, device: torc
     return (t - bounds[torch.searchsorted(bounds, t, right=True) - 1]).to(device, non_blocking=True)
 
 
-class MeanCompression(nn.Module):
-    """phi as the mean over a block of l tokens every d; no parameters. [B, S, G, D] -> [B, Nc, G, D].
-
-    ``tokens``: of a pack, those of each block, int64 [Nc, l]; else blocks begin every d tokens.
-    """
-
-    def __init__(self, l: int, d: int) -> None:
-        super().__init__()
-        self.l, self.d = l, d
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        return mean_of_blocks(x, self.l, self.d, tokens)
-
-
 class MLPCompression(nn.Module):
-    """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7). Shapes as `MeanCompression`."""
+    """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7). Shapes as `mean_of_blocks`."""
 
     def __init__(self, l: int, d: int, width: int) -> None:
         super().__init__()
@@ -219,10 +207,10 @@ class NSAAttention(nn.Module):
         self.out = nn.Linear(n_heads * v_head_dim, dim, bias=False)
         self.rotary = Rotary(head_dim, rope_theta)
         if compression == "mlp":
-            self.compress_k: nn.Module = MLPCompression(compress_block, compress_stride, head_dim)
-            self.compress_v: nn.Module = MLPCompression(compress_block, compress_stride, v_head_dim)
+            self.compress_k: Compression = MLPCompression(compress_block, compress_stride, head_dim)
+            self.compress_v: Compression = MLPCompression(compress_block, compress_stride, v_head_dim)
         elif compression == "mean":
-            self.compress_k = self.compress_v = MeanCompression(compress_block, compress_stride)
+            self.compress_k = self.compress_v = functools.partial(mean_of_blocks, l=compress_block, d=compress_stride)
         else:
             raise ValueError(f"compression={compression!r}: must be mean or mlp")
 
@@ -295,7 +283,7 @@ class NSAAttention(nn.Module):
             last = torch.arange(k_cmp.shape[1], device=q.device) * d + (start + S - tail[0].shape[1] + l - 1)
         else:
             tokens = tokens_of_blocks(ends, l, d, q.device)
-            k_cmp, v_cmp = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens)
+            k_cmp, v_cmp = self.compress_k(tail[0], tokens=tokens), self.compress_v(tail[1], tokens=tokens)
             last = positions[tokens[:, -1]]
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
         cmp = KV(self.rotary(k_cmp, last), v_cmp)
