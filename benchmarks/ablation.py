@@ -12,7 +12,6 @@ alone depend is replaced, all at once. Then the faults of the part are diagnosed
 exist without it. For the weights by themselves, no function is replaced.
 """
 
-import argparse
 import importlib
 import json
 import pkgutil
@@ -29,16 +28,14 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import fit
+from figures import parser_of
 
-import fit  # noqa: E402
-
-from pytest_nsa.diagnosis import explain, rules  # noqa: E402
-from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
-from pytest_nsa.diagnosis.explain import choose  # noqa: E402
-from pytest_nsa.evidence.values import Evidence  # noqa: E402
-from tests_cpu.faults.rows import faults  # noqa: E402
+from pytest_nsa.diagnosis import explain, rules
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.explain import choose
+from pytest_nsa.evidence.values import Evidence
+from tests_cpu.faults.rows import faults
 
 Fault = tuple[str, str]  # a file and a test in it
 Answer = tuple[str, tuple[int, ...], str]  # cause, ranks, line
@@ -130,8 +127,8 @@ def called(evidence: Evidence, codes: dict[CodeType, str]) -> tuple[Answer, set[
     return found, {codes[code] for code in seen if code in codes}
 
 
-def decided(recorded: Mapping[Key, Evidence]) -> tuple[dict[str, set[Key]], dict[str, int]]:
-    """Return the programs that depend on each function that can be replaced, and by how many each is called."""
+def decided(recorded: Mapping[Key, Evidence]) -> dict[str, set[Key]]:
+    """Return the programs that depend on each function that can be replaced."""
     known = functions()
     codes = {f.__code__: name for name, f in known.items()}
     before, callers = {}, defaultdict(list)
@@ -144,7 +141,7 @@ def decided(recorded: Mapping[Key, Evidence]) -> tuple[dict[str, set[Key]], dict
         if nothing(function) is not None:
             with without(function):
                 found[name] = {f for f in callers[name] if answer(recorded[f]) != before[f]}
-    return found, {name: len(callers[name]) for name in known}
+    return found
 
 
 CONFIDENCES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.97, 1.0)  # the lowest of each class; 1: certain
@@ -243,38 +240,23 @@ def calibrate(stated: Iterable[tuple[float, bool]]) -> list[dict[str, float]]:
     ]  # fmt: skip
 
 
-def words_of_reasons(recorded: Mapping[Fault, Evidence]) -> dict[str, float]:
-    """Return the median and the largest number of words in a verdict's reason, without those that quote an exception."""
-    verdicts = map(diagnose, recorded.values())
-    numbers = [
-        len(v.reason.split()) for v in verdicts if not v.rule.startswith(("exits.rank_raised", "exits.unusable"))
-    ]
-    return {"median": statistics.median(numbers), "longest": max(numbers)}
-
-
 def main() -> None:
     """Measure both on the recorded faults, print and keep them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the ablation here")
+    parser = parser_of(__doc__)
     parser.add_argument("--crossvalidation", type=Path, help="write the cross-validation here")
-    parser.add_argument("--least", type=int, default=-1, help="list the functions on which at most so many depend")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         programs = fit.programs(Path(folder))
         recorded = {p.fault: p.evidence for p in programs if p.fault is not None}
-        depend, callers = decided(recorded)
+        depend = decided(recorded)
         generated = [p.evidence for p in programs if p.fault is None][::SAMPLE]
-        more, _ = decided(dict(enumerate(generated)))
-        for name, needs in sorted(depend.items(), key=lambda pair: len(pair[1])):
-            if len(needs) <= arguments.least:
-                print(f"{len(needs):4} of {callers[name]:4}  {name}  {sorted(f'{m}.{n}' for m, n in needs)}")
+        more = decided(dict(enumerate(generated)))
         numbers = {name: len(needs) for name, needs in sorted(depend.items())}
         numbers_of_both = {name: n + len(more[name]) for name, n in numbers.items()}
         figures = {
-            "faults": len(recorded), "functions": len(callers), "replaced": len(depend),
+            "faults": len(recorded), "functions": len(functions()), "replaced": len(depend),
             "share of one or none": share_of_few(numbers), "generated programs": len(generated),
             "share of one or none, with those": share_of_few(numbers_of_both),
-            "words of a reason": words_of_reasons(recorded),
             "by_function": {name: [n, len(more[name])] for name, n in numbers.items()},
         }  # fmt: skip
         rows = fit.rows(programs)

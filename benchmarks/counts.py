@@ -27,7 +27,6 @@ import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 PEERS = Path(__file__).parent / "peers"
 TABLE = Path(__file__).parent / "results" / "harness_counts.json"
@@ -245,12 +244,6 @@ def has_strace() -> bool:
     )
 
 
-def same_versions(table: dict[str, Any]) -> bool:
-    """Return whether a table is of this machine's versions: others have other modules, and pages."""
-    here = versions()
-    return all(table["versions"][name] == here[name] for name in here)
-
-
 def versions() -> dict[str, str]:
     """Return what the counts depend on."""
     names = {name: metadata.version(name) for name in ("torch", "pytest")}
@@ -269,7 +262,7 @@ def worse(rows: dict[str, float], table: dict[str, float]) -> list[str]:
 def check() -> int:
     """Count, print, compare; return the exit code: 1 where a row is worse in two counts, 2 where the table is of other versions."""
     table = json.loads(TABLE.read_text())
-    if not same_versions(table):
+    if table["versions"] != versions():  # others have other modules, and pages
         print(
             f"{TABLE.name} is of {table['versions']}, and this is {versions()}: count there, or write it anew with --count"
         )

@@ -9,7 +9,6 @@ import ctypes
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -20,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group

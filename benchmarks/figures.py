@@ -64,19 +64,8 @@ def train(config: str, steps: int, settings: Mapping[str, Any], ranks: int = 1) 
 
 def run_tests(folder: Path, *options: str, workers: int = 0, **variables: str) -> dict[str, dict[str, Any]]:
     """Run the tests of a folder, ``workers`` at a time; return the last verdict of each. The run is FOLDER/artifacts/latest."""
-    plain = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        "-p",
-        "xdist",
-        "-n",
-        str(workers),
-        f"--rootdir={folder}",
-    )
-    command = [sys.executable, "-m", "pytest", *plain, "-c", os.devnull, *options, str(folder)]
+    plain = f"-q -p no:cacheprovider -p no:randomly -p xdist -n {workers} --rootdir={folder} -c {os.devnull}".split()
+    command = [sys.executable, "-m", "pytest", *plain, *options, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     subprocess.run(command, cwd=folder, capture_output=True, check=False, env=environment)
     lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()

@@ -9,20 +9,16 @@ no statement may be named.
 
 import itertools
 import random
-import sys
 import tempfile
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from figures import keep, parser_of, run_tests
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from pytest_nsa.diagnosis.divergence import find_divergence  # noqa: E402
-from pytest_nsa.diagnosis.verdict import Verdict  # noqa: E402
-from pytest_nsa.evidence.load import load  # noqa: E402
-from pytest_nsa.report.run import read_verdict  # noqa: E402
+from pytest_nsa.diagnosis.divergence import find_divergence
+from pytest_nsa.evidence.load import load
+from pytest_nsa.report.run import read_verdict
 
 HEAD = """
 import threading
@@ -98,11 +94,6 @@ def test_program(group):
 """
 
 
-def indented(text: str, columns: int) -> str:
-    """Return a text with each line moved to the right."""
-    return "\n".join(" " * columns + line for line in text.splitlines())
-
-
 def program(form: str, rng: random.Random, *, is_healthy: bool) -> str:
     """Return a test of a form; the rest is drawn."""
     n, depth, k = rng.randint(2, 8), rng.randint(0, 3), rng.randint(0, 3)
@@ -116,7 +107,8 @@ def program(form: str, rng: random.Random, *, is_healthy: bool) -> str:
     start = "    thread = threading.Thread(target=steps0, args=(work,))\n    thread.start()\n    thread.join()"
     calls += f"\ndef steps(work):\n{start if is_in_a_thread else '    steps0(work)'}\n"
     text = TEST.format(
-        depth=depth, alone=indented(ALONE[alone], 8), body=indented(body, 8), calls=calls, n=n, bad=-1 if is_healthy else bad,
+        depth=depth, alone=indent(ALONE[alone], " " * 8), body=indent(body, " " * 8), calls=calls, n=n,
+        bad=-1 if is_healthy else bad,
     )  # fmt: skip
     return HEAD + HELPERS + text.replace("STEPS", str(limit + 3)).replace("advance(step, K)", f"advance(step, {k})")
 
@@ -145,12 +137,6 @@ def score(folder: Path, file: str, verdict: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(folder: Path) -> Verdict:
-    verdict = read_verdict(folder)
-    assert verdict is not None
-    return verdict
-
-
 def main() -> None:
     """Measure, print, keep."""
     parser = parser_of(__doc__)
@@ -172,7 +158,9 @@ def main() -> None:
         healthy = run(Path(name) / "healthy", "--ranks-rerun", "off", NSA_TRACE_FLOW="1")
         latest = Path(name) / "healthy" / "artifacts" / "latest"
         folders = {file: latest / verdict["folder"] for file, verdict in healthy.items()}
-        claimed = [f for f, folder in folders.items() if find_divergence(load(folder), _read(folder)) is not None]
+        claimed = [
+            f for f, folder in folders.items() if find_divergence(load(folder), read_verdict(folder)) is not None
+        ]
         results["healthy"] = {
             "programs": len(healthy),
             "passed": sum(v["outcome"] == "PASS" for v in healthy.values()),

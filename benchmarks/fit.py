@@ -9,7 +9,6 @@ recorded faults of tests_cpu/faults, and to recorded generated programs (`genera
 
 import argparse
 import json
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -19,24 +18,21 @@ from unittest.mock import patch
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.explain import choose
+from pytest_nsa.diagnosis.explain.edits import Edit, candidates
+from pytest_nsa.diagnosis.facts import rings
+from pytest_nsa.diagnosis.rules.absence import find_left_ranks
+from pytest_nsa.diagnosis.rules.calls import held_in_different_calls
+from pytest_nsa.diagnosis.rules.keys import held_for_keys
+from pytest_nsa.diagnosis.rules.messages import held_in_messages
+from pytest_nsa.evidence.collectives import first_departure
+from pytest_nsa.evidence.load import load
+from pytest_nsa.evidence.values import Evidence
+from tests_cpu.faults.recorded import GENERATED, extract, unpack
+from tests_cpu.faults.rows import faults, list_archives
 
-from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
-from pytest_nsa.diagnosis.explain import choose  # noqa: E402
-from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
-from pytest_nsa.diagnosis.facts import rings  # noqa: E402
-from pytest_nsa.diagnosis.rules.absence import find_left_ranks  # noqa: E402
-from pytest_nsa.diagnosis.rules.calls import held_in_different_calls  # noqa: E402
-from pytest_nsa.diagnosis.rules.keys import held_for_keys  # noqa: E402
-from pytest_nsa.diagnosis.rules.messages import held_in_messages  # noqa: E402
-from pytest_nsa.evidence.collectives import first_departure  # noqa: E402
-from pytest_nsa.evidence.load import load  # noqa: E402
-from pytest_nsa.evidence.values import Evidence  # noqa: E402
-from tests_cpu.faults.recorded import GENERATED, extract, unpack  # noqa: E402
-from tests_cpu.faults.rows import faults, list_archives  # noqa: E402
-
-TABLE = ROOT / "pytest_nsa" / "diagnosis" / "explain" / "weights.json"
+TABLE = Path(choose.__file__).with_name("weights.json")
 PENALTY = 5e-4  # of a squared weight, per fault
 AS_MANY = 60  # written faults as an archive of generated programs counts for
 LEAST = 0.05  # of a weight that is kept

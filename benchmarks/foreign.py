@@ -5,22 +5,17 @@
 ``DIR`` has a folder per incident of NCCL with a file `ranks` ('12 14'). hangs.py has the figures of gloo's dumps.
 """
 
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from analyzers import HAS_NVRX, ask_nvrx, ask_torch
 from figures import keep, parser_of
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from analyzers import HAS_NVRX, ask_nvrx, ask_torch  # noqa: E402
-
-from pytest_nsa.diagnosis.foreign import judge  # noqa: E402
-from pytest_nsa.foreign.find import read_job  # noqa: E402
-from tests_cpu.foreign.cases import CASES  # noqa: E402
+from pytest_nsa.diagnosis.foreign import judge
+from pytest_nsa.foreign.find import read_job
+from tests_cpu.foreign.cases import CASES
 
 
 def of_cases() -> dict[str, bool]:

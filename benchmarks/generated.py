@@ -9,7 +9,6 @@ counted. `--record NAME` keeps the evidence with its labels in tests_cpu/faults/
 
 import random
 import re
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 from figures import keep, parser_of, run_tests
 from programs import HEAD, drawn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests_cpu.faults.recorded import GENERATED, folders_of, pack
 
 HERE = "# HERE"  # ends the lines that a verdict may name

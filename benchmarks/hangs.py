@@ -34,12 +34,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from analyzers import HAS_NVRX, ask_nvrx, ask_torch, copied, run_forked
 from figures import ROOT, keep, parser_of
-from forked import run_forked
-
-sys.path.insert(0, str(ROOT))
-
-from analyzers import HAS_NVRX, ask_nvrx, ask_torch, copied
 from peers import bare_fault
 
 from pytest_nsa.diagnosis.foreign import judge

@@ -9,20 +9,19 @@ compiler or the GPU refuses is passed over, and so is one with another result. W
 errors, as attention_gpu.py's --dry-run does.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from ahead import compiling
 from attention_gpu import DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, timed
+from figures import parser_of
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import block_schedule, branches, selection_schedule, tiles, whole
@@ -189,8 +188,7 @@ def tune(
 
 def main() -> None:
     """Tune, print, merge: after each kernel, so that a run that is cut off leaves what it found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="merge the table into this file")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--length", type=int, default=65536, help="tokens (default: 65536); below 32768 for short sequences"
     )

@@ -7,22 +7,18 @@ import contextlib
 import functools
 import json
 import re
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from pytest_nsa.diagnosis.divergence import with_divergence  # noqa: E402
-from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
-from pytest_nsa.evidence.load import load  # noqa: E402
-from pytest_nsa.flow.first import FirstDivergence  # noqa: E402
-from pytest_nsa.report import terminal  # noqa: E402
-from tests_cpu.faults.recorded import unpack  # noqa: E402
-from tests_cpu.faults.rows import Fault, faults  # noqa: E402
+from pytest_nsa.diagnosis.divergence import with_divergence
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.evidence.load import load
+from pytest_nsa.flow.first import FirstDivergence
+from pytest_nsa.report import terminal
+from tests_cpu.faults.recorded import unpack
+from tests_cpu.faults.rows import Fault, faults
 
 FOLDER = Path(__file__).with_name("causes")
 LIST = FOLDER / "README.md"

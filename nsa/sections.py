@@ -1,7 +1,7 @@
 """The sections of a configuration, as frozen dataclasses: fields, types, defaults and limits."""
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 from nsa.sizes import Branch, Sizes
 
@@ -150,11 +150,6 @@ class Config:
     source: str = ""
 
 
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "train": TrainConfig,
-    "data": DataConfig,
-    "parallel": ParallelConfig,
-    "trace": TraceConfig,
-    "checkpoint": CheckpointConfig,
-}
+SECTIONS: dict[str, Any] = {
+    f.name: f.default_factory for f in fields(Config) if f.name != "source"
+}  # the class of each

@@ -3,9 +3,10 @@
 Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns selection blocks.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,10 @@ from nsa.kernels.triton import support
 from nsa.kernels.triton.operators import rotate
 from nsa.model import decoding
 from nsa.model.decoding import KVCache
-from nsa.model.gate import Gate
 from nsa.sizes import BRANCHES, KV, Branch, Sizes
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines
+Compression = Callable[..., torch.Tensor]
 
 
 class Rotary(nn.Module):
@@ -71,22 +72,8 @@ def _positions(tokens: int, start: int, ends: Sequence[int] | None, device: torc
     return (t - bounds[torch.searchsorted(bounds, t, right=True) - 1]).to(device, non_blocking=True)
 
 
-class MeanCompression(nn.Module):
-    """phi as the mean over a block of l tokens every d; no parameters. [B, S, G, D] -> [B, Nc, G, D].
-
-    ``tokens``: of a pack, those of each block, int64 [Nc, l]; else blocks begin every d tokens.
-    """
-
-    def __init__(self, l: int, d: int) -> None:
-        super().__init__()
-        self.l, self.d = l, d
-
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        return mean_of_blocks(x, self.l, self.d, tokens)
-
-
 class MLPCompression(nn.Module):
-    """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7). Shapes as `MeanCompression`."""
+    """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7). Shapes as `mean_of_blocks`."""
 
     def __init__(self, l: int, d: int, width: int) -> None:
         super().__init__()
@@ -105,6 +92,26 @@ class MLPCompression(nn.Module):
         else:
             windows = x.unfold(1, self.l, self.d).transpose(-1, -2)  # [B, Nc, G, l, D]
         return self.fc2(F.silu(self.fc1((windows + self.position).flatten(-2))))
+
+
+class Gate(nn.Module):
+    """The gate (paper, Eq. 5): a sigmoid MLP, x [..., dim] -> gates [..., H, 3] in (0, 1), in the order cmp, sel, win.
+
+    H is that of as many outputs as fc2 has.
+    """
+
+    def __init__(self, dim: int, n_heads: int, hidden: int, *, stop_gradient: bool = False) -> None:
+        super().__init__()
+        self.stop_gradient = stop_gradient
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, n_heads * len(BRANCHES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = torch.sigmoid(self.fc2(F.silu(self.fc1(x))))
+        if self.stop_gradient:
+            # The branches keep training; the gate's own parameters get zero gradients, not none.
+            gates = gates.detach() + gates * 0
+        return gates.unflatten(-1, (gates.shape[-1] // len(BRANCHES), len(BRANCHES)))
 
 
 def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
@@ -200,10 +207,10 @@ class NSAAttention(nn.Module):
         self.out = nn.Linear(n_heads * v_head_dim, dim, bias=False)
         self.rotary = Rotary(head_dim, rope_theta)
         if compression == "mlp":
-            self.compress_k: nn.Module = MLPCompression(compress_block, compress_stride, head_dim)
-            self.compress_v: nn.Module = MLPCompression(compress_block, compress_stride, v_head_dim)
+            self.compress_k: Compression = MLPCompression(compress_block, compress_stride, head_dim)
+            self.compress_v: Compression = MLPCompression(compress_block, compress_stride, v_head_dim)
         elif compression == "mean":
-            self.compress_k = self.compress_v = MeanCompression(compress_block, compress_stride)
+            self.compress_k = self.compress_v = functools.partial(mean_of_blocks, l=compress_block, d=compress_stride)
         else:
             raise ValueError(f"compression={compression!r}: must be mean or mlp")
 
@@ -276,36 +283,22 @@ class NSAAttention(nn.Module):
             last = torch.arange(k_cmp.shape[1], device=q.device) * d + (start + S - tail[0].shape[1] + l - 1)
         else:
             tokens = tokens_of_blocks(ends, l, d, q.device)
-            k_cmp, v_cmp = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens)
+            k_cmp, v_cmp = self.compress_k(tail[0], tokens=tokens), self.compress_v(tail[1], tokens=tokens)
             last = positions[tokens[:, -1]]
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
         cmp = KV(self.rotary(k_cmp, last), v_cmp)
         if cache is not None:
             cmp, sel, win = cache.append(cmp, sel, win, tail)
-        forced, listener, scale = self.force_branch, self.selection_listener, self.head_dim**-0.5
+        options: dict[str, Any] = {
+            "scale": self.head_dim**-0.5,
+            "backend": self.backend,
+            "listener": self.selection_listener,
+            "forced": self.force_branch,
+        }
         if cache is not None and start and q.numel():
-            if forced is None:
-                return decoding.attend_gated(
-                    q, cmp, sel, win, gates, start, sizes, scale=scale, backend=self.backend, listener=listener
-                )
-            out, chosen = decoding.attend(q, cmp, sel, win, start, sizes, scale=scale, branches=(forced,))
-            if chosen is not None and listener is not None:
-                listener(chosen)
-            return out[forced]
-        y = attend(
-            q,
-            cmp,
-            sel,
-            win,
-            gates,
-            sizes,
-            scale=scale,
-            backend=self.backend,
-            ends=ends,
-            listener=listener,
-            forced=forced,
-        )
-        return y + zero_times(*cmp, *sel, *win, gates) if forced else y
+            return decoding.attend_gated(q, cmp, sel, win, gates, start, sizes, **options)
+        y = attend(q, cmp, sel, win, gates, sizes, ends=ends, **options)
+        return y + zero_times(*cmp, *sel, *win, gates) if self.force_branch else y
 
 
 class DenseAttention(nn.Module):

@@ -176,14 +176,14 @@ def _last(x: torch.Tensor, n: int) -> torch.Tensor:
 
 def attend_gated(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, start: int, sizes: Sizes, *, scale: float,
-    backend: str, listener: Callable[[torch.Tensor], None] | None = None,
+    backend: str, listener: Callable[[torch.Tensor], None] | None = None, forced: Branch | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return `attend` and the gated sum, [B, T, H, Dv]; by its own kernels for a few tokens on a GPU, where triton serves.
 
-    ``listener`` receives the selection, bool [B, T, G, Ns].
+    ``listener`` receives the selection, bool [B, T, G, Ns]. A ``forced`` branch is returned alone, without its gate.
     """
     n_blocks = blocks.num_selection(start + q.shape[1], sizes.select_block)
-    if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton":
+    if forced is None and explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton":
         from nsa.kernels.triton import decoding as on_gpu
 
         if on_gpu.serves(q, sel[1].shape[-1], sizes):
@@ -191,14 +191,14 @@ def attend_gated(
             if listener is not None:
                 listener(selection_mask(picks, n_blocks).unflatten(0, q.shape[:2]))
             return y
-    out, chosen = attend(q, cmp, sel, win, start, sizes, scale=scale)
+    out, chosen = attend(q, cmp, sel, win, start, sizes, scale=scale, branches=(forced,) if forced else BRANCHES)
     if chosen is not None and listener is not None:
         listener(chosen)
-    return sum_branches(out, gates)
+    return out[forced] if forced else sum_branches(out, gates)
 
 
 def attend(
-    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, *, scale: float, branches: tuple[Branch, ...] = BRANCHES,
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, *, scale: float, branches: tuple[Branch, ...],
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
     """As `dispatch.attend`, before the gated sum, for queries q [B, T, H, Dk] that follow ``start`` tokens.
 

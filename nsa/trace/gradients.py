@@ -28,6 +28,20 @@ def report_gradients(listener: Listener) -> None:
     _listener = listener
 
 
+def report_missing(
+    moment: str, step: int, arrived: int, missing: list[str], missing_file: Path | None, rank: int
+) -> list[str]:
+    """Log how many gradients arrived, and which did not; ``missing_file`` gets a line of each. Return the lines of the log."""
+    lines = [f"[GRAD-TRACE] {moment}_step{step} arrived={arrived} missing={len(missing)}"]
+    lines += [f"  - MISSING: {name}" for name in missing]
+    for line in lines:
+        logger.log(logging.WARNING if missing else logging.INFO, "%s", line)
+    if missing_file is not None and missing:
+        with open(open_to_append(missing_file), "a", encoding="utf-8") as file:
+            file.writelines(f"step{step} {name} rank={rank}\n" for name in missing)
+    return lines
+
+
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Return whether FSDP1 gathers a parameter's gradient in a flat one, so that no hook on the parameter is called."""
     return getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False)
@@ -71,16 +85,9 @@ class GradientTrace:
             logger.info("[GRAD-TRACE] not counted under FSDP1")
             return []
         missing = self.missing()
-        level = logging.WARNING if missing else logging.INFO
-        text = "[GRAD-TRACE] after_backward_step%d arrived=%d missing=%d"
-        logger.log(level, text, step, len(self.arrived), len(missing))
-        for name in missing:
-            logger.warning("  - MISSING: %s", name)
+        report_missing("after_backward", step, len(self.arrived), missing, missing_file, rank)
         if not has_failed:
             _listener(step, missing, zlib.crc32("\n".join(self.arrived).encode()))
-        if missing_file is not None and missing:
-            with open(open_to_append(missing_file), "a", encoding="utf-8") as file:
-                file.writelines(f"step{step} {name} rank={rank}\n" for name in missing)
         return missing
 
     def reset(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import dataloader
 
 from nsa.trace.board import Board
 from nsa.trace.calls import thread_starts
 from nsa.trace.calls.arguments import in_runs
 from nsa.trace.calls.collectives import HAS_HOOKS, CollectiveRecorder
-from nsa.trace.calls.loaders import count_batches
 from nsa.trace.ddp_buckets import hook_new_models
 from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.events import mute, record
@@ -153,3 +154,22 @@ def installed() -> TraceSession:
     if _current is None:
         _current = TraceSession()
     return _current
+
+
+def count_batches(board: Board) -> None:
+    """Count on ``board`` each batch of a DataLoader of this process, and each iterator that is exhausted."""
+    iterator: Any = dataloader._BaseDataLoaderIter
+    following = iterator.__next__
+
+    def counted(self: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            batch = following(self)
+        except StopIteration:
+            board.add("loaders_ended")
+            raise
+        board.add("batches")
+        board.add("progress")
+        return batch
+
+    iterator.__next__ = counted

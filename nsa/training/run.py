@@ -193,8 +193,10 @@ def train(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     info = RankInfo(rank=rank, world_size=world_size, device=device)
-    if config.parallel.mode != "none":
-        _join(backend, world_size)
+    if config.parallel.mode != "none" and world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif config.parallel.mode != "none":
+        join_group(backend)
     try:
         folder = _folder(out, info)
         with traces_logged(folder, rank):
@@ -203,13 +205,6 @@ def train(
         loader.close()
         if config.parallel.mode != "none":
             dist.destroy_process_group()
-
-
-def _join(backend: str, world_size: int) -> None:
-    if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        join_group(backend)
 
 
 def _folder(out: str | None, info: RankInfo) -> Path:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from nsa.kernels.dispatch import counters
-from nsa.model.attention import NSAAttention
-from nsa.model.gate import Gate
+from nsa.model.attention import Gate, NSAAttention
 from nsa.sizes import BRANCHES
 from nsa.trace import logger
 from nsa.trace.names import plain_name

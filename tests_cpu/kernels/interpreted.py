@@ -20,11 +20,10 @@ from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
 from nsa.model.attention import Rotary
 from nsa.sizes import Sizes
-from tests_cpu.kernels.large_scores import SCALE
-from tests_cpu.kernels.large_scores import large_scores as half_inputs
+from tests_cpu.kernels.agreement import SCALE, assert_agreement, leaves, sizes_of_inputs
+from tests_cpu.kernels.agreement import large_scores as half_inputs
 
 CHECKS: dict[str, Callable[[], None]] = {}
-Inputs = list[torch.Tensor]
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -33,45 +32,13 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def random(*shape: int) -> torch.Tensor:
-    """Return float64 numbers that require a gradient, different in each run."""
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
-
-
-def gradients(output: torch.Tensor, inputs: Inputs, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the gradient of the weighted sum of an output by each input; zeros where it does not depend on one."""
-    return torch.autograd.grad(output, inputs, weight.to(output.dtype), allow_unused=True, materialize_grads=True)
-
-
-def compare(
-    found: torch.Tensor, wanted: torch.Tensor, f_inputs: Inputs, w_inputs: Inputs, tolerance: float,
-    again: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Compare output and every gradient with float64, and bit by bit with those of ``again``, the same computation."""
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
-    weight = torch.randn_like(wanted).to(found.dtype)
-    of_found = gradients(found, f_inputs, weight)
-    for a, e in zip(of_found, gradients(wanted, w_inputs, weight), strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=0, atol=10 * tolerance)
-    if again is not None:
-        assert torch.equal(found, again)
-        assert all(map(torch.equal, of_found, gradients(again, f_inputs, weight)))
-
-
-def low(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Return the same numbers in another dtype, as leaves."""
-    return [x.detach().to(dtype).requires_grad_() for x in inputs]
-
-
 @check
 def window() -> None:
     """Check odd lengths, a batch, Dk unlike Dv, a w that is not a tile's size; float32 and float16."""
     for S, H, G, w, dtype, tolerance in ((77, 4, 2, 24, torch.float32, 1e-5), (40, 3, 1, 100, torch.float16, 1e-2)):
-        inputs = [random(2, S, H, 24), random(2, S, G, 24), random(2, S, G, 12)]
-        f_inputs = low(inputs, dtype)
-        rounded = low(f_inputs, torch.float64)
-        found = ops.sliding(*f_inputs, w, 0.3, "triton")[0]
-        compare(found, reference.sliding(*rounded, w=w, scale=0.3), f_inputs, rounded, tolerance)
+        inputs, exact = leaves(dtype, (2, S, H, 24), (2, S, G, 24), (2, S, G, 12))
+        found, wanted = ops.sliding(*inputs, w, 0.3, "triton")[0], reference.sliding(*exact, w=w, scale=0.3)
+        assert_agreement(found, wanted, inputs, exact, tolerance, 10 * tolerance)
 
 
 @check
@@ -83,11 +50,10 @@ def compression() -> None:
         (70, 2, 1, 4, 1, 32, 16, 16),
     ):
         n = blocks.num_compressed(S, l, d)
-        inputs = [random(1, S, H, d_k), random(1, n, G, d_k), random(1, n, G, d_v)]
-        f_inputs = low(inputs, torch.float32)
-        found, _, importance = ops.compressed(*f_inputs, l, d, l_sel, 0.15, "triton")
-        wanted, expected = reference.compressed(*inputs, l=l, d=d, l_sel=l_sel, scale=0.15)
-        compare(found, wanted, f_inputs, inputs, 1e-5)
+        inputs, exact = leaves(torch.float32, (1, S, H, d_k), (1, n, G, d_k), (1, n, G, d_v))
+        found, _, importance = ops.compressed(*inputs, l, d, l_sel, 0.15, "triton")
+        wanted, expected = reference.compressed(*exact, l=l, d=d, l_sel=l_sel, scale=0.15)
+        assert_agreement(found, wanted, inputs, exact, 1e-5, 1e-4)
         # A query does not use what is behind its own block: the kernel writes nothing there.
         own = torch.arange(S)[:, None, None] // l_sel >= torch.arange(expected.shape[-1])
         torch.testing.assert_close(importance.double() * own, expected * own, rtol=0, atol=1e-5)
@@ -174,14 +140,13 @@ def selected_on_hopper() -> None:
 def _selected(*cases: tuple[int, int, int, int, int, int], piece: int = 7) -> None:
     selection_schedule.BACKWARD_PIECE = single.BACKWARD_PIECE = piece
     for S, H, G, l_sel, n_sel, d_v in cases:
-        inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
+        inputs, exact = leaves(torch.float32, (1, S, H, 16), (1, S, G, 16), (1, S, G, d_v))
         chosen = blocks.select(torch.rand(1, S, G, blocks.num_selection(S, l_sel)), l_sel, n_sel)
         # Some queries have fewer picks than they may have.
         chosen[:, S // 2 : S // 2 + 5, :, 1:] = False
-        f_inputs = low(inputs, torch.float32)
-        found = ops.selected(*f_inputs, chosen, l_sel, min(n_sel, chosen.shape[3]), 0.3, "triton")[0]
-        wanted = reference.selected(*inputs, chosen, l_sel=l_sel, n_sel=n_sel, scale=0.3)
-        compare(found, wanted, f_inputs, inputs, 1e-5)
+        found = ops.selected(*inputs, chosen, l_sel, min(n_sel, chosen.shape[3]), 0.3, "triton")[0]
+        wanted = reference.selected(*exact, chosen, l_sel=l_sel, n_sel=n_sel, scale=0.3)
+        assert_agreement(found, wanted, inputs, exact, 1e-5, 1e-4)
 
 
 def _whole(
@@ -191,17 +156,16 @@ def _whole(
     """Check `nsa_attention` as a user calls it, a pack where there are several lengths; if ``twice``, the same bits both times."""
     S = sum(lengths)
     n = sum(blocks.num_compressed(s, *sizes[:2]) for s in lengths)
-    keys = ((B, m, G, width) for m in (n, S, S) for width in (d_k, d_v))
-    inputs = [random(B, S, H, d_k), *(random(*key) for key in keys), random(B, S, H, 3)]
-    with torch.no_grad():  # not negative, as after the sigmoid of Eq. 5; and one gate that is 0
-        inputs[-1].abs_()[0, S // 2] = 0
-    exact = low(low(inputs, dtype), torch.float64)
+    inputs, exact = leaves(dtype, *sizes_of_inputs(B, S, H, G, d_k, d_v, n))
+    with torch.no_grad():
+        for gates in (inputs[-1], exact[-1]):
+            gates[0, S // 2] = 0
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]) if len(lengths) > 1 else None
     wanted = nsa_attention(*exact, sizes=sizes, cu_seqlens=ends, scale=scale, backend="reference")
-    f_inputs = low(inputs, dtype)
-    found = nsa_attention(*f_inputs, sizes=sizes, cu_seqlens=ends, scale=scale, backend="triton")
-    again = nsa_attention(*f_inputs, sizes=sizes, cu_seqlens=ends, scale=scale, backend="triton") if twice else None
-    compare(found, wanted, f_inputs, exact, 1e-5 if dtype == torch.float32 else 3e-2, again)
+    found = nsa_attention(*inputs, sizes=sizes, cu_seqlens=ends, scale=scale, backend="triton")
+    again = nsa_attention(*inputs, sizes=sizes, cu_seqlens=ends, scale=scale, backend="triton") if twice else None
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert_agreement(found, wanted, inputs, exact, tolerance, 10 * tolerance, again=again)
 
 
 @check
@@ -258,13 +222,12 @@ def rotary() -> None:
     """Check the rotation of heads and its gradients: slices of a wider tensor, a batch, widths that are not powers of two."""
     for B, N, heads, D in ((2, 37, 3, 24), (1, 5, 2, 64), (2, 1, 1, 2)):
         turn = Rotary(D, 10000.0)
-        wide = random(B, N, 2 * heads * D)
+        (f_wide,), (wide,) = leaves(torch.float32, (B, N, 2 * heads * D))
         table = turn.table(torch.arange(7, 7 + N), torch.float64)
         x = wide[..., heads * D :].unflatten(-1, (heads, D))
-        (f_wide,) = low([wide], torch.float32)
         f_x = f_wide[..., heads * D :].unflatten(-1, (heads, D))
         found = rotate(f_x, *(one.float() for one in table), False)
-        compare(found, turn.turn(x, table), [f_wide], [wide], 1e-6)
+        assert_agreement(found, turn.turn(x, table), [f_wide], [wide], 1e-6, 1e-5)
 
 
 @check

@@ -9,7 +9,7 @@ from nsa import KVCache, NSAAttention, build_model, load_config, nsa_attention
 from nsa.kernels.backends import BACKENDS
 from nsa.model import decoding
 from nsa.sizes import KV, Sizes
-from tests_cpu.kernels.large_scores import SCALE, large_scores
+from tests_cpu.kernels.agreement import SCALE, large_scores
 
 SIZES = Sizes(8, 4, 16, 4, 24)
 SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float16, torch.device("cpu"), 32, 16)]

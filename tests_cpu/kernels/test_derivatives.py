@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from nsa import KVCache, NSAAttention, Sizes, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops
 from nsa.kernels.triton import operators
+from tests_cpu.kernels.agreement import leaves, sizes_of_inputs
 
 # torch's own, as it imports what forward mode needs.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -47,11 +48,10 @@ def by_dual_without_gradients(function: Callable[[torch.Tensor], Any], x: torch.
 FORWARD_MODES = pytest.mark.parametrize("apply", [by_jvp, by_dual, by_dual_without_gradients])
 
 
-def make_inputs(S: int = 50, B: int = 1) -> list[torch.Tensor]:
+def make_inputs(S: int = 50) -> list[torch.Tensor]:
     """Return the arguments of `nsa_attention`, in float64, in which rounding changes no selection."""
-    n = blocks.num_compressed(S, *SIZES[:2])
-    keys = (torch.randn(B, m, 2, width, dtype=torch.float64) for m in (n, S, S) for width in (8, 6))
-    return [torch.randn(B, S, 4, 8, dtype=torch.float64), *keys, torch.rand(B, S, 4, 3, dtype=torch.float64)]
+    sizes = sizes_of_inputs(1, S, 4, 2, 8, 6, blocks.num_compressed(S, *SIZES[:2]))
+    return [x.detach() for x in leaves(torch.float64, *sizes)[1]]
 
 
 def loss(backend: str) -> Callable[..., torch.Tensor]:

@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("triton", minversion="3.6")
 
 
-def run(*arguments: str, interpret: bool = True) -> subprocess.CompletedProcess[str]:
+def run(command: str, *, interpret: bool = True) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= {"TRITON_INTERPRET": "1" if interpret else "0"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=150)
+    words = [sys.executable, *command.split()]
+    return subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=150)
 
 
 @pytest.mark.slow
 def test_every_contender_is_measured_or_absent_for_a_reason() -> None:
-    done = run("benchmarks/attention_gpu.py", "--dry-run", "--lengths", "70", "--rounds", "1")
+    done = run("benchmarks/attention_gpu.py --dry-run --lengths 70 --rounds 1")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["shapes"]["tiny"]["70"]
     for name in ("sliding", "compressed", "selected", "nsa", "flash", "cudnn"):
@@ -43,19 +43,7 @@ def test_without_a_gpu_nothing_is_measured() -> None:
 def test_tile_sizes_are_tried_and_merged(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
     table.write_text('{"sm_80": {"sliding 64/64 2": [128, 64, 4, 2]}}')
-    done = run(
-        "benchmarks/tune_gpu.py",
-        "--json",
-        str(table),
-        "--length",
-        "40",
-        "--rounds",
-        "1",
-        "--kernels",
-        "importance",
-        "--minutes",
-        "0.3",
-    )
+    done = run(f"benchmarks/tune_gpu.py --json {table} --length 40 --rounds 1 --kernels importance --minutes 0.3")
     assert done.returncode == 0, done.stderr
     found = json.loads(table.read_text())
     assert found["sm_80"] == {"sliding 64/64 2": [128, 64, 4, 2]}

@@ -13,6 +13,7 @@ from nsa.kernels.backends import BACKENDS
 from nsa.kernels.cpu import selected as cpu_selected
 from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import tiles as cpu_tiles
+from tests_cpu.kernels.agreement import Inputs, assert_agreement, leaves, sizes_of_inputs
 
 # The largest error allowed of an output of size about 1, and of a gradient, which sums over many.
 TOLERANCE = {
@@ -38,21 +39,10 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def leaves(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return random tensors in ``dtype``, and the same numbers in float64."""
-    rounded = [torch.randn(size, dtype=torch.float64).to(dtype) for size in sizes]
-    return [x.clone().requires_grad_() for x in rounded], [x.double().requires_grad_() for x in rounded]
-
-
-def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: Inputs, exact: Inputs) -> None:
     """Compare output and gradients, with the tolerance of their dtype."""
     forward, backward = TOLERANCE[found.dtype]
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=forward)
-    weight = torch.randn_like(wanted).to(found.dtype)
-    gradients = torch.autograd.grad(found, inputs, weight, allow_unused=True, materialize_grads=True)
-    expected = torch.autograd.grad(wanted, exact, weight.double(), allow_unused=True, materialize_grads=True)
-    for a, e in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=backward, atol=backward)
+    assert_agreement(found, wanted, inputs, exact, forward, backward, relative=backward)
 
 
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +103,7 @@ def check_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=3).filter(any))
     S, H, G = sum(lengths), z["H"], z["G"]
     n_cmp = sum(blocks.num_compressed(n, z["l"], z["d"]) for n in lengths)
-    inputs, exact = leaves(
-        torch.float64,
-        (1, S, H, z["Dk"]),
-        *((1, n, G, D) for n in (n_cmp, S, S) for D in (z["Dk"], z["Dv"])),
-        (1, S, H, 3),
-    )
+    inputs, exact = leaves(torch.float64, *sizes_of_inputs(1, S, H, G, z["Dk"], z["Dv"], n_cmp))
     sizes = Sizes(z["l"], z["d"], z["l_sel"], z["n_sel"], z["w"])
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     found = nsa_attention(*inputs, sizes=sizes, cu_seqlens=ends, backend="cpu")
@@ -132,8 +117,7 @@ def test_the_whole_in_every_dtype(z: dict[str, Any]) -> None:
     torch.manual_seed(z["seed"])
     B, S, H, G = z["B"], z["S"], z["H"], z["G"]
     n_cmp = blocks.num_compressed(S, z["l"], z["d"])
-    keys = ((B, n, G, D) for n in (n_cmp, S, S) for D in (z["Dk"], z["Dv"]))
-    inputs, exact = leaves(z["dtype"], (B, S, H, z["Dk"]), *keys, (B, S, H, 3))
+    inputs, exact = leaves(z["dtype"], *sizes_of_inputs(B, S, H, G, z["Dk"], z["Dv"], n_cmp))
     with torch.no_grad():
         exact[-1].copy_(inputs[-1].sigmoid_())  # outputs of size 1, as the tolerances require
     sizes = Sizes(z["l"], z["d"], z["l_sel"], 3 + S // z["l_sel"], z["w"])
@@ -146,8 +130,7 @@ SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float32, to
 @pytest.mark.parametrize("backend", SERVING)
 def test_every_backend_that_serves_a_cpu(backend: str) -> None:
     sizes = Sizes(8, 4, 16, 3, 20)
-    n = blocks.num_compressed(70, *sizes[:2])
-    shapes = [(2, 70, 4, 16), *((2, m, 2, width) for m in (n, 70, 70) for width in (16, 16)), (2, 70, 4, 3)]
+    shapes = sizes_of_inputs(2, 70, 4, 2, 16, 16, blocks.num_compressed(70, *sizes[:2]))
     exact = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
     inputs = [x.detach().float().requires_grad_() for x in exact]
     compare(
@@ -191,7 +174,7 @@ def test_errors_are_those_of_dense_attention(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("S", [1, 3, 200])
 def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None:
     n = blocks.num_compressed(S, 8, 4)
-    inputs, _ = leaves(dtype, (1, S, 4, 16), *((1, m, 2, 16) for m in (n, n, S, S, S, S)), (1, S, 4, 3))
+    inputs, _ = leaves(dtype, *sizes_of_inputs(1, S, 4, 2, 16, 16, n))
     with torch.no_grad():
         for x in inputs[:2] + inputs[3:4] + inputs[5:6]:
             x.fill_(1) if what == "equal" else x.mul_(100 if what == "huge" else 0)  # logits of 1e4 * sqrt(16)
@@ -205,7 +188,7 @@ def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None
 @pytest.mark.parametrize(("B", "S"), [(1, 0), (0, 40)])
 def test_nothing_to_attend_gives_gradients_of_zeros(backend: str, B: int, S: int) -> None:
     n = blocks.num_compressed(S, 8, 4)
-    inputs, _ = leaves(torch.float32, (B, S, 4, 16), *((B, m, 2, D) for m in (n, S, S) for D in (16, 8)), (B, S, 4, 3))
+    inputs, _ = leaves(torch.float32, *sizes_of_inputs(B, S, 4, 2, 16, 8, n))
     out = nsa_attention(*inputs, sizes=Sizes(8, 4, 16, 4, 24), backend=backend)
     assert out.shape == (B, S, 4, 8)
     out.sum().backward()

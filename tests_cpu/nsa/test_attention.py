@@ -10,24 +10,17 @@ import pytest
 import torch
 
 from nsa import NSAAttention, Sizes, explain, nsa_attention
-from nsa.kernels import flash, reference
+from nsa.kernels import blocks, flash, reference
 from nsa.kernels.dispatch import counters
 from nsa.model.attention import Rotary
+from tests_cpu.kernels.agreement import Inputs, assert_agreement, leaves, sizes_of_inputs
 
 SHAPE = Sizes(8, 4, 16, 4, 24)
-Inputs = list[torch.Tensor]
 
 
-def make_inputs(S: int, *, B: int = 2, H: int = 4, G: int = 2, Dk: int = 8, Dv: int = 6, seed: int = 0) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-    n_cmp = max(0, (S - SHAPE.compress_block) // SHAPE.compress_stride + 1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    k_and_v = [random(B, n, G, D) for n in (n_cmp, S, S) for D in (Dk, Dv)]
-    gates = torch.rand(B, S, H, 3, generator=generator, dtype=torch.float64).requires_grad_()
-    return [random(B, S, H, Dk), *k_and_v, gates]
+def make_inputs(S: int, B: int = 2) -> Inputs:
+    torch.manual_seed(S)
+    return leaves(torch.float64, *sizes_of_inputs(B, S, 4, 2, 8, 6, blocks.num_compressed(S, *SHAPE[:2])))[1]
 
 
 def by_loops(inputs: Inputs, l: int, d: int, l_sel: int, n_sel: int, w: int) -> torch.Tensor:
@@ -67,15 +60,10 @@ def by_loops(inputs: Inputs, l: int, d: int, l_sel: int, n_sel: int, w: int) -> 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "cpu"])
 @pytest.mark.parametrize("S", [1, 7, 8, 33, 100])
 def test_forward_and_gradients_equal_the_equations(S: int, backend: str) -> None:
-    inputs = make_inputs(S, B=1, seed=S)
+    inputs = make_inputs(S, B=1)
     expected = by_loops(inputs, *SHAPE)
     actual = nsa_attention(*inputs, sizes=SHAPE, backend=backend)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    weight = torch.randn(expected.shape, dtype=torch.float64)
-    wanted = torch.autograd.grad(expected, inputs, weight, allow_unused=True, materialize_grads=True)
-    found = torch.autograd.grad(actual, inputs, weight, allow_unused=True, materialize_grads=True)
-    for a, e in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
+    assert_agreement(actual, expected, inputs, inputs, 1e-12, 1e-12)
 
 
 def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +111,6 @@ def test_torch_takes_the_place_of_flash_attn() -> None:
     assert why == "asked for; flash-attn is not installed, so the window is torch's own fused attention"
     with pytest.raises(ValueError, match=r"backend='flash': flash-attn takes float16 and bfloat16, not torch.float32"):
         explain("flash", torch.float32, gpu)
-
-
-@pytest.mark.parametrize("backend", ["flash", "triton"])
-def test_a_backend_that_cannot_serve_is_an_error_where_it_was_requested(backend: str) -> None:
-    inputs = [x.float() for x in make_inputs(40)]
-    with pytest.raises(ValueError, match=f"backend='{backend}': .*(on cpu|(not|is) installed); use backend='auto'"):
-        nsa_attention(*inputs, sizes=SHAPE, backend=backend)
 
 
 def test_the_automatic_choice_is_explained_and_counted() -> None:

@@ -19,21 +19,18 @@ MESSAGES = {"isend", "irecv", "batch_p2p_ops"}
 
 
 @pytest.mark.parametrize(
-    ("takes", "gives", "note"),
+    ("payload", "takes", "gives", "note"),
     [
-        ([1, 3], [2, 2], "gives 2,2 takes 1,3"),
-        ([], [3, 1], "gives 3,1 takes 2,2"),
-        ([1, 3], [], "gives 2,2 takes 1,3"),
-        ([], [], ""),
+        (torch.empty(4), [1, 3], [2, 2], "gives 2,2 takes 1,3"),
+        (torch.empty(4), [], [3, 1], "gives 3,1 takes 2,2"),
+        (torch.empty(4), [1, 3], [], "gives 2,2 takes 1,3"),
+        (torch.empty(4), [], [], ""),
+        (torch.tensor(1), [], [1, 1], "gives 1,1 takes 0,0"),
     ],
-    ids=["both", "what it gives", "what it takes", "even"],
+    ids=["both", "what it gives", "what it takes", "even", "what torch refuses"],
 )
-def test_the_rows_of_an_exchange(takes: list[int], gives: list[int], note: str) -> None:
-    assert split_sizes((torch.empty(4), torch.empty(4), takes, gives), 2) == note
-
-
-def test_what_torch_refuses_is_left_to_torch() -> None:
-    assert split_sizes((torch.tensor(1), torch.tensor(1), [], [1, 1]), 2) == "gives 1,1 takes 0,0"
+def test_the_rows_of_an_exchange(payload: torch.Tensor, takes: list[int], gives: list[int], note: str) -> None:
+    assert split_sizes((payload, payload, takes, gives), 2) == note
 
 
 def test_every_method_of_a_group_that_returns_a_work_is_recorded() -> None:

@@ -5,7 +5,6 @@ More than 400 lines: one subject, with helpers that train and damage for all of 
 
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -229,22 +228,6 @@ def test_a_disk_without_room_is_named_by_the_systems_words(warm: WarmPython, tmp
     assert len(done.stderr.splitlines()) == 1
     assert "make room and use --resume auto" in done.stderr
     assert "inline_container" not in done.stderr
-
-
-def test_a_checkpoint_that_would_run_code_is_not_unpickled(tmp_path: Path, one: tuple[Trainer, Path]) -> None:
-    trainer, saved = one
-
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path / 'ran'}",)
-
-    # By name, and by a path of names through a module that metadata may name.
-    dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x94\x8c\x09os.system\x94\x93\x94."
-    for data in (pickle.dumps(Evil()), dotted):
-        (saved / ".metadata").write_bytes(data)
-        with pytest.raises(ConfigError, match="does not belong into a checkpoint's metadata"):
-            checkpoint.load(saved, trainer.config, trainer.model, trainer.optimizer, 0)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_what_is_kept_are_the_newest_of_this_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from nsa import build_model
 from nsa.config import ConfigError, load_config
 from nsa.model.attention import Rotary
 from nsa.model.transformer import RMSNorm
-from nsa.sections import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, TraceConfig, TrainConfig
+from nsa.sections import SECTIONS
 from nsa.train import launched_ranks, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,6 +178,5 @@ def test_the_base_of_rotary_frequencies_and_the_norms_eps_reach_every_layer() ->
 def test_every_option_is_named_in_a_configuration_a_test_or_a_page() -> None:
     folders = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests_cpu").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in folders)
-    sections = (ModelConfig, TrainConfig, DataConfig, ParallelConfig, TraceConfig, CheckpointConfig)
-    names = [field.name for section in sections for field in dataclasses.fields(section)]
+    names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []

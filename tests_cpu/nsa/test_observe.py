@@ -208,15 +208,16 @@ def test_names_lose_wrappers_alone() -> None:
     assert plain_name("module._orig_mod.vision_module.conv.weight") == "vision_module.conv.weight"
 
 
-def heartbeat(folder: Path, board: Board) -> Heartbeat:
-    return Heartbeat(board, CollectiveRecorder(board), folder / "heartbeat_rank0.jsonl", 0, folder / "stall.json")
-
-
-def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that drops a frame last ends its generators: a ``finally`` with a collective would run in the heartbeat's."""
+@pytest.fixture
+def heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Heartbeat:
     monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
-    board, ended_in = Board(tmp_path / "board.bin"), set()
-    heart = heartbeat(tmp_path, board)
+    board = Board(tmp_path / "board.bin")
+    return Heartbeat(board, CollectiveRecorder(board), tmp_path / "heartbeat_rank0.jsonl", 0, tmp_path / "stall.json")
+
+
+def test_a_heartbeat_ends_no_generator_of_the_program(heart: Heartbeat) -> None:
+    """The thread that drops a frame last ends its generators: a ``finally`` with a collective would run in the heartbeat's."""
+    board, ended_in = heart.board, set()
 
     def numbers() -> Iterator[int]:
         try:
@@ -236,27 +237,22 @@ def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatc
     assert ended_in == {threading.main_thread().name}
 
 
-def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, heart: Heartbeat) -> None:
     """A dump by signal that finds its thread in Python, a frame half made, ended a rank and made its peers raise."""
-    monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
-    board = Board(tmp_path / "board.bin")
-    heart = heartbeat(tmp_path, board)
     heart.start()
     (tmp_path / COUNTERS_REQUEST).touch()
     (tmp_path / DUMP_REQUEST).touch()
     while not heart.rests:  # it answers first
         time.sleep(0.001)
-    beats = board.count("beat")
+    beats = heart.board.count("beat")
     time.sleep(20 * 0.003)  # a thread that rests shows it by what it does not do
-    assert board.count("beat") == beats
+    assert heart.board.count("beat") == beats
     assert (tmp_path / "counters.json").exists()
     heart.stop()
 
 
-def test_a_heartbeat_answers_each_request_for_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_answers_each_request_for_counters(tmp_path: Path, heart: Heartbeat) -> None:
     """A suspicion may be wrong, and the test continue: what was counted then is no evidence of its end."""
-    monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
-    heart = heartbeat(tmp_path, Board(tmp_path / "board.bin"))
     heart.start()
     times = []
     for _ in range(2):

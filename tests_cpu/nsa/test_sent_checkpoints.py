@@ -32,6 +32,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(config, RankInfo(), folder, trainer, position)
 
 
+@pytest.fixture
+def saved(whole: Path, tmp_path: Path) -> Path:
+    """Return a copy that a test may change."""
+    return shutil.copytree(whole, tmp_path / "step_00000001")
+
+
+def replace_metadata(saved: Path, data: bytes) -> None:
+    """Write other metadata, and the description that fits it."""
+    (saved / ".metadata").write_bytes(data)
+    described = json.loads((saved / "checkpoint.json").read_text())
+    described["files"][".metadata"] = [len(data), zlib.crc32(data)]
+    (saved / "checkpoint.json").write_text(json.dumps(described))
+
+
 CLAIMS: list[tuple[dict[str, Any], str]] = [
     ({"files": {"/dev/zero": [1, 1]}}, "is not a checkpoint"),
     ({"files": {"../step_00000001/.metadata": [1, 1]}}, "is not a checkpoint"),
@@ -49,10 +63,8 @@ CLAIMS: list[tuple[dict[str, Any], str]] = [
     ("claim", "says"), CLAIMS, ids=lambda value: None if isinstance(value, str) else str(value)[:40]
 )
 def test_what_a_checkpoint_claims_is_checked_before_it_is_believed(
-    whole: Path, tmp_path: Path, claim: dict[str, Any], says: str
+    saved: Path, claim: dict[str, Any], says: str
 ) -> None:
-    saved = tmp_path / "step_00000001"
-    shutil.copytree(whole, saved)
     fields = json.loads((saved / "checkpoint.json").read_text())
     for name, value in claim.items():
         is_part = isinstance(value, dict) and name in ("model", "data")
@@ -65,22 +77,16 @@ def test_what_a_checkpoint_claims_is_checked_before_it_is_believed(
 
 @pytest.mark.parametrize("text", ["[", ""])
 @pytest.mark.parametrize("name", ["checkpoint.json", ".metadata"])
-def test_files_of_a_checkpoint_that_cannot_be_read_are_named(whole: Path, tmp_path: Path, name: str, text: str) -> None:
-    saved = tmp_path / "step_00000001"
-    shutil.copytree(whole, saved)
+def test_files_of_a_checkpoint_that_cannot_be_read_are_named(saved: Path, name: str, text: str) -> None:
     (saved / name).write_text(text)
     if name == ".metadata":
-        described = json.loads((saved / "checkpoint.json").read_text())
-        described["files"][name] = [len(text), zlib.crc32(text.encode())]
-        (saved / "checkpoint.json").write_text(json.dumps(described))
+        replace_metadata(saved, text.encode())
     with pytest.raises(ConfigError, match=r"is not a checkpoint of this program|\.metadata cannot be read"):
         load_model(saved)
 
 
 @pytest.mark.parametrize("place", ["../../secret", "/etc/hostname", ""])
-def test_metadata_names_files_of_its_folder_alone(whole: Path, tmp_path: Path, place: str) -> None:
-    saved = tmp_path / "step_00000001"
-    shutil.copytree(whole, saved)
+def test_metadata_names_files_of_its_folder_alone(saved: Path, place: str) -> None:
     metadata = SafeReader(saved).read_metadata()
     moved = {index: dataclasses.replace(info, relative_path=place) for index, info in metadata.storage_data.items()}
     (saved / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, storage_data=moved)))
@@ -96,6 +102,16 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return os.system, (self.command,)
+
+
+# By name, and by a path of names through a module that metadata may name.
+@pytest.mark.parametrize("way", ["by name", "by a path"])
+def test_a_checkpoint_that_would_run_code_is_not_unpickled(saved: Path, tmp_path: Path, way: str) -> None:
+    dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x94\x8c\x09os.system\x94\x93\x94."
+    replace_metadata(saved, pickle.dumps(Evil(f"touch {tmp_path / 'ran'}")) if way == "by name" else dotted)
+    with pytest.raises(ConfigError, match="does not belong into a checkpoint's metadata"):
+        load_model(saved)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_objects_that_are_no_tensors_are_checked_before_they_are_unpickled(tmp_path: Path) -> None:

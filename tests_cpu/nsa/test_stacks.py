@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.trace.stall.flight import dump_flight_recorder
+from nsa.trace.stall.heartbeat import dump_flight_recorder
 from nsa.trace.stall.stacks import as_dump, look
 from pytest_nsa.evidence.stacks import parse_dump
 

@@ -49,18 +49,7 @@ def schemas() -> dict[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    command = (
-        "-m",
-        "nsa.train",
-        "--config",
-        str(TINY),
-        "--steps",
-        "12",
-        "--save-every",
-        "6",
-        "--out",
-        str(folder / "out"),
-    )
+    command = f"-m nsa.train --config {TINY} --steps 12 --save-every 6 --out {folder / 'out'}".split()
     variables = {**os.environ, "NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush"}
     done = warm.call(*command, cwd=folder, env=variables)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from nsa import KVCache, NSAAttention, Sizes, explain, nsa_attention, reference_
 from nsa.kernels import blocks, ops, reference, sdpa
 from nsa.kernels.triton import decoding, sequences, single
 from pytest_nsa import gpu
+from tests_cpu.kernels.agreement import Inputs, gradients, leaves, sizes_of_inputs
 
 pytestmark = gpu
 
@@ -38,29 +39,18 @@ WHOLE = [
 ]
 
 
-def leaves(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return random tensors in ``dtype``, and the same numbers in float64; gates (width 3) are not negative, as after a sigmoid."""
-    exact = [torch.randn(size, device="cuda", dtype=torch.float64) for size in sizes]
-    rounded = [(x.abs() if x.shape[-1] == 3 else x).to(dtype) for x in exact]
-    return [x.clone().requires_grad_() for x in rounded], [x.double().requires_grad_() for x in rounded]
+def drawn(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[Inputs, Inputs]:
+    return leaves(dtype, *sizes, device="cuda")
 
 
-def of_whole(shape: tuple[int, ...], n_cmp: int) -> list[tuple[int, ...]]:
-    """Return the sizes of q, keys and values, gates."""
-    B, S, H, G, Dk, Dv = shape
-    return [(B, S, H, Dk), *((B, n, G, D) for n in (n_cmp, S, S) for D in (Dk, Dv)), (B, S, H, 3)]
-
-
-def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: Inputs, exact: Inputs) -> None:
     """Compare output and gradients."""
     forward, backward = TOLERANCE[found.dtype]
     torch.testing.assert_close(
         found.double(), wanted, rtol=0, atol=forward * max(1.0, float(wanted.detach().abs().max()))
     )
     weight = torch.randn_like(wanted).to(found.dtype)
-    gradients = torch.autograd.grad(found, inputs, weight, allow_unused=True, materialize_grads=True)
-    expected = torch.autograd.grad(wanted, exact, weight.double(), allow_unused=True, materialize_grads=True)
-    for a, e in zip(gradients, expected, strict=True):
+    for a, e in zip(gradients(found, inputs, weight), gradients(wanted, exact, weight), strict=True):
         if e.numel():
             assert (a.double() - e).abs().max() <= backward * max(1.0, float(e.abs().max()))
 
@@ -69,13 +59,13 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
 def test_each_branch(shape: str, dtype: torch.dtype) -> None:
     B, S, H, G, Dk, Dv = SHAPES[shape]
     scale, n_cmp, n_blocks = Dk**-0.5, blocks.num_compressed(S, 32, 16), blocks.num_selection(S, 64)
-    inputs, exact = leaves(dtype, (B, S, H, Dk), (B, S, G, Dk), (B, S, G, Dv))
+    inputs, exact = drawn(dtype, (B, S, H, Dk), (B, S, G, Dk), (B, S, G, Dv))
     compare(ops.sliding(*inputs, 512, scale, "triton")[0], reference.sliding(*exact, w=512, scale=scale), inputs, exact)
     n_sel = min(8, n_blocks)
     chosen = blocks.select(torch.rand(B, S, G, n_blocks, device="cuda"), 64, n_sel)
     wanted = reference.selected(*exact, chosen, l_sel=64, n_sel=n_sel, scale=scale)
     compare(ops.selected(*inputs, chosen, 64, n_sel, scale, "triton")[0], wanted, inputs, exact)
-    inputs, exact = leaves(dtype, (B, S, H, Dk), (B, n_cmp, G, Dk), (B, n_cmp, G, Dv))
+    inputs, exact = drawn(dtype, (B, S, H, Dk), (B, n_cmp, G, Dk), (B, n_cmp, G, Dv))
     found, _, importance = ops.compressed(*inputs, 32, 16, 64, scale, "triton")
     wanted, expected = reference.compressed(*exact, l=32, d=16, l_sel=64, scale=scale)
     compare(found, wanted, inputs, exact)
@@ -95,7 +85,7 @@ def test_the_whole(
     if ranges:
         monkeypatch.setattr(sequences, "PARTS", 1)
     n_cmp = blocks.num_compressed(SHAPES[shape][1], *sizes[:2])
-    inputs, exact = leaves(dtype, *of_whole(SHAPES[shape], n_cmp))
+    inputs, exact = drawn(dtype, *sizes_of_inputs(*SHAPES[shape], n_cmp))
     settings = {"sizes": sizes._replace(n_select=64)}
     compare(
         nsa_attention(*inputs, **settings, backend="triton"), reference_attention(*exact, **settings), inputs, exact
@@ -114,7 +104,7 @@ def compare_pack(lengths: list[int], heads: int, dtype: torch.dtype) -> None:
     """A pack gives what each of its sequences gives alone."""
     S = sum(lengths)
     n_cmp = sum(blocks.num_compressed(n, 32, 16) for n in lengths)
-    inputs, exact = leaves(dtype, *of_whole((1, S, heads, 2, 64, 64), n_cmp))
+    inputs, exact = drawn(dtype, *sizes_of_inputs(1, S, heads, 2, 64, 64, n_cmp))
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     settings = {"sizes": SIZES._replace(n_select=12), "cu_seqlens": ends}
     compare(
@@ -127,7 +117,7 @@ def compare_pack(lengths: list[int], heads: int, dtype: torch.dtype) -> None:
 def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype) -> None:
     S = 700
     n = blocks.num_compressed(S, 32, 16)
-    inputs, _ = leaves(dtype, *of_whole((1, S, 12, 2, 64, 64), n))
+    inputs, _ = drawn(dtype, *sizes_of_inputs(1, S, 12, 2, 64, 64, n))
     with torch.no_grad():
         for x in inputs[:2] + inputs[3:4] + inputs[5:6]:
             x.fill_(1) if what == "equal" else x.mul_(100 if what == "huge" else 0)
@@ -148,7 +138,7 @@ def test_selection_equals_sorting() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_same_bits_every_time(compiled: bool) -> None:
-    inputs, _ = leaves(torch.bfloat16, *of_whole((1, 3000, 12, 2, 64, 64), 186))
+    inputs, _ = drawn(torch.bfloat16, *sizes_of_inputs(1, 3000, 12, 2, 64, 64, 186))
     assert explain("auto", torch.bfloat16, inputs[0].device)[0] == "triton"
     run = torch.compile(nsa_attention) if compiled else nsa_attention
     runs = []
@@ -160,7 +150,7 @@ def test_the_same_bits_every_time(compiled: bool) -> None:
 
 def test_a_forward_and_backward_are_captured_and_replayed() -> None:
     """The host reads nothing: a CUDA graph holds both, and its replay on other numbers gives what a call on them gives."""
-    inputs, _ = leaves(torch.bfloat16, *of_whole((1, 2048, 12, 2, 64, 64), 127))
+    inputs, _ = drawn(torch.bfloat16, *sizes_of_inputs(1, 2048, 12, 2, 64, 64, 127))
     weight = torch.randn(1, 2048, 12, 64, device="cuda", dtype=torch.bfloat16)
 
     def step() -> list[torch.Tensor]:
@@ -190,7 +180,7 @@ def test_sampled_rows_at_64k_tokens_agree_with_float64() -> None:
     S, H, G, Dk, Dv = 65536, 64, 4, 192, 128
     n_cmp = blocks.num_compressed(S, 32, 16)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = (
-        torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in of_whole((1, S, H, G, Dk, Dv), n_cmp)
+        torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes_of_inputs(1, S, H, G, Dk, Dv, n_cmp)
     )
     gates = gates.sigmoid()
     scale = Dk**-0.5
@@ -219,7 +209,7 @@ def test_memory_grows_as_the_length() -> None:
     peaks = []
     for S in (8192, 16384):
         n = blocks.num_compressed(S, 32, 16)
-        inputs, _ = leaves(torch.bfloat16, *of_whole((1, S, 12, 2, 64, 64), n))
+        inputs, _ = drawn(torch.bfloat16, *sizes_of_inputs(1, S, 12, 2, 64, 64, n))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         nsa_attention(*inputs, sizes=SIZES).sum().backward()
@@ -237,7 +227,7 @@ def test_forward_and_backward_at_64k_tokens_stay_below_16_gb() -> None:
     n_cmp = blocks.num_compressed(65536, 32, 16)
     inputs = [
         torch.randn(size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for size in of_whole((1, 65536, 64, 4, 192, 128), n_cmp)
+        for size in sizes_of_inputs(1, 65536, 64, 4, 192, 128, n_cmp)
     ]
     out = nsa_attention(*inputs, sizes=SIZES)
     out.backward(torch.ones_like(out))
@@ -298,5 +288,5 @@ def test_tokens_against_a_cache(start: int, n_sel: int, T: int) -> None:
 
 @pytest.mark.parametrize("Dk", [64, 128])
 def test_dense_attention_is_that_of_float64(Dk: int) -> None:
-    inputs, exact = leaves(torch.bfloat16, (1, 1024, 8, Dk), (1, 1024, 2, Dk), (1, 1024, 2, Dk))
+    inputs, exact = drawn(torch.bfloat16, (1, 1024, 8, Dk), (1, 1024, 2, Dk), (1, 1024, 2, Dk))
     compare(sdpa.dense(*inputs, scale=Dk**-0.5), reference.sliding(*exact, w=1024, scale=Dk**-0.5), inputs, exact)

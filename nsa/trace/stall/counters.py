@@ -8,7 +8,6 @@ import contextlib
 import dis
 import functools
 import itertools
-import os
 import sys
 from json import dumps
 from pathlib import Path
@@ -91,14 +90,3 @@ def counters_at(error: BaseException) -> list[dict[str, object]]:
         {"at": describe_line(frame.f_code, line), "counters": counters_of(frame)}
         for frame, line in itertools.islice(passed, MOST_FRAMES)
     ]
-
-
-def is_requested(folder: Path) -> bool:
-    """Return whether the monitor requests the counters."""
-    return os.path.exists(folder / REQUEST)
-
-
-def withdraw_request(folder: Path) -> None:
-    """Delete the monitor's request: it has been answered."""
-    with contextlib.suppress(OSError):
-        os.unlink(folder / REQUEST)

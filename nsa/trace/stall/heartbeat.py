@@ -11,14 +11,15 @@ from os import getpid
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nsa.trace.board import Board
 from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import close, monotonic, open_to_append, wall_clock, write, write_atomically
 from nsa.trace.frames import describe_line, is_user_file
 from nsa.trace.memory import on_gpu_mib, resident_mib
-from nsa.trace.stall.counters import is_requested, withdraw_request, write_counters
-from nsa.trace.stall.flight import dump_flight_recorder
+from nsa.trace.stall.counters import REQUEST, write_counters
 from nsa.trace.stall.held_up import asyncio_tasks, handled_exception
 from nsa.trace.stall.stacks import Place, as_dump, look
 
@@ -32,6 +33,9 @@ STALL_AGAIN_S = 2.0
 DUMP_REQUEST = "dump.asked"
 MOST_LINES = 16
 REST_S = 3.0  # in which the monitor dumps the stacks
+# In each, the second is the name in older torch, where NCCL alone has a recorder.
+BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 class Heartbeat:
@@ -206,12 +210,13 @@ class Heartbeat:
         return True
 
     def _answer(self) -> None:
-        """Write the counters of loops once per request of the monitor."""
-        folder = self._stall.parent
-        if is_requested(folder):
+        """Write the counters of loops once per request of the monitor, and delete the request."""
+        request = self._stall.with_name(REQUEST)
+        if os.path.exists(request):
             self._has_answered = True
-            write_counters(folder, self._main or 0)
-            withdraw_request(folder)
+            write_counters(request.parent, self._main or 0)
+            with contextlib.suppress(OSError):
+                os.unlink(request)
 
     def _is_to_rest(self) -> bool:
         """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal while this thread runs Python,
@@ -235,3 +240,18 @@ class Heartbeat:
         with contextlib.suppress(OSError):  # a full disk, or a deleted folder: the test continues
             write_atomically(self._stall, dumps(found))
             dump_flight_recorder(self._stall.with_name("flight_recorder.json"))
+
+
+def dump_flight_recorder(path: Path) -> bool:
+    """Write the recorder's entries as JSON; return False if torch has no recorder, or it is off."""
+    module = torch._C._distributed_c10d
+    dump = next((getattr(module, name) for name in DUMPS if hasattr(module, name)), None)
+    has_buffer = any(os.environ.get(name, "0") not in ("", "0") for name in BUFFER_VARIABLES)
+    if dump is None or not has_buffer:
+        return False
+    try:
+        text = dump(includeCollectives=True, onlyActive=False)
+    except (RuntimeError, TypeError):
+        return False
+    write_atomically(path, text if isinstance(text, bytes) else str(text))
+    return True

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from nsa.trace import logger, memory
+from nsa.trace import memory
 from nsa.trace.board import Board
 from nsa.trace.files import open_to_append
+from nsa.trace.gradients import report_missing
 from nsa.trace.stall.stacks import as_dump, look
 
 CLOSE_S = 2.0  # for a look that is under way
@@ -98,13 +99,7 @@ class Watchdog:
         if not missing:
             return []
         arrived = self.board.count("gradients_expected") - len(missing)
-        lines = [f"[GRAD-TRACE] in_backward_step{step} arrived={arrived} missing={len(missing)}"]
-        lines += [f"  - MISSING: {name}" for name in missing]
-        for line in lines:
-            logger.warning("%s", line)
-        with open(open_to_append(self.folder / "all_missing_params.txt"), "a", encoding="utf-8") as listed:
-            listed.writelines(f"step{step} {name} rank={self.rank}\n" for name in missing)
-        return lines
+        return report_missing("in_backward", step, arrived, missing, self.folder / "all_missing_params.txt", self.rank)
 
     def _what(self) -> str:
         count = self.board.count
