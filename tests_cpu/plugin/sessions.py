@@ -22,7 +22,7 @@ def start_session(warm: WarmPython, folder: Path, source: str, *options: str) ->
 def run_under_torchrun(warm: WarmPython, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in ``folder`` on two ranks of torchrun's."""
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
-    return warm.call(*launcher, *PYTEST, *options, cwd=folder, stderr=subprocess.STDOUT, timeout=150, nursery=True)
+    return warm.call(*launcher, *PYTEST, *options, cwd=folder, stderr=subprocess.STDOUT, timeout=150)
 
 
 def start_slurm_task(warm: WarmPython, folder: Path, rank: int, port: int, *options: str) -> subprocess.Popen[str]:

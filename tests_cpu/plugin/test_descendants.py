@@ -232,7 +232,7 @@ def environment() -> dict[str, str]:
 def run(warm: WarmPython, folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
     line = command(*arguments)[1:]
-    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170, nursery=True)
+    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170)
 
 
 def run_cold(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
