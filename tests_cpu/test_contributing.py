@@ -128,14 +128,3 @@ def test_the_registry_of_backends_is_what_the_configuration_names() -> None:
 
     names = typing.get_args(typing.get_type_hints(ModelConfig)["backend"])
     assert set(names) == {"auto", *BACKENDS}
-
-
-def test_the_list_of_faults_prints_the_rows_that_have_every_word() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests_cpu.faults", "--list", "crashes_and_exits", "rank_died"], cwd=ROOT, text=True,
-        capture_output=True, timeout=60, check=True,
-    )  # fmt: skip
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("crashes_and_exits ")]
-    assert len(rows) == int(done.stdout.split()[0]) > 0
-    killed = ["crashes_and_exits", "test_is_killed", "rank_died", "1", "2", "crash", "first", "corpus"]
-    assert killed in [[*row[:2], *row[3:]] for row in rows], rows
