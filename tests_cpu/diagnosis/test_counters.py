@@ -45,24 +45,22 @@ def test_the_round_of_a_for(header: str, counts: dict[str, int], expected: int |
     assert find_round(f"{header}\n    call()", 2, **counts) == expected
 
 
-def test_a_loop_whose_variable_an_inner_one_takes_has_no_counter() -> None:
-    source = "for _ in range(9):\n    for _ in range(3):\n        call()\n    other()"
-    assert find_round(source, 4, _=2) is None
+WHILE = "step = 0\nwhile step < 9:\n    before()\n    step += 1\n    after()"
 
 
-def test_at_its_head_a_loop_is_between_two_rounds() -> None:
-    assert find_round("for step in range(9):\n    call()", 1, step=4) is None
-
-
-def test_a_while_is_counted_by_what_each_round_adds() -> None:
-    source = "step = 0\nwhile step < 9:\n    before()\n    step += 1\n    after()"
-    assert find_round(source, 3, step=4) == 4
-    assert find_round(source, 5, step=5) == 4  # the same round
-
-
-def test_a_while_that_begins_anywhere_has_no_counter() -> None:
-    assert find_round("step = begin\nwhile step < 9:\n    before()\n    step += 1", 3, step=4) is None
-
-
-def test_a_while_that_adds_under_a_condition_has_no_counter() -> None:
-    assert find_round("step = 0\nwhile step < 9:\n    if good():\n        step += 1\n    after()", 5, step=5) is None
+@pytest.mark.parametrize(
+    ("source", "line", "counts", "expected"),
+    [
+        # An inner loop takes the variable.
+        ("for _ in range(9):\n    for _ in range(3):\n        call()\n    other()", 4, {"_": 2}, None),
+        # At its head a loop is between two rounds.
+        ("for step in range(9):\n    call()", 1, {"step": 4}, None),
+        (WHILE, 3, {"step": 4}, 4),
+        (WHILE, 5, {"step": 5}, 4),  # the same round
+        (WHILE.replace("= 0", "= begin"), 3, {"step": 4}, None),
+        (WHILE.replace("before()", "if good():").replace("    step +=", "        step +="), 5, {"step": 5}, None),
+    ],
+    ids=["an inner loop", "at its head", "a while", "after what it adds", "begins anywhere", "adds under a condition"],
+)
+def test_the_round_of_another_loop(source: str, line: int, counts: dict[str, int], expected: int | None) -> None:
+    assert find_round(source, line, **counts) == expected

@@ -4,6 +4,7 @@ A seed makes one damaged run; every command is a process of its own, with bounds
 """
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -11,7 +12,6 @@ import resource
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,28 +181,21 @@ def damaged(good: Path, root: Path, seed: int) -> Path:
     return run
 
 
-def in_a_process(body: Callable[[], int], told: Path) -> int:
+def in_a_process(body: Callable[[], int], told: Path) -> int | None:
     """Return the exit code of ``body`` in a child with bounds, or its negative signal; ``told`` gets what it prints."""
-    pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            fd = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            sys.stdout = sys.stderr = os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace")
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(LIMIT_S)
-            code = body()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+
+    def bounded() -> None:
+        sys.stdout = sys.stderr = told.open("w", encoding="utf-8", errors="backslashreplace")
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LIMIT_S)
+        sys.exit(body())
+
+    child = multiprocessing.get_context("fork").Process(target=bounded)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def commands(run: Path, good: Path) -> list[list[str]]:
