@@ -43,17 +43,12 @@ class WarmPython:
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
         """Run pytest as `pytest_nsa.testing.start_pytest` does."""
-        # hypothesis' plugin imports all of hypothesis at the end of every session, another second.
-        uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
-        plugins = ["-p", "hypothesispytest"] if uses_hypothesis else []
         # Not pipes: a process that the session leaves may hold them open.
         with (
             tempfile.TemporaryFile("w+", errors="replace") as out,
             tempfile.TemporaryFile("w+", errors="replace") as err,
         ):
-            code = self.call(
-                "-m", "pytest", *plugins, *arguments, cwd=folder, timeout=timeout, stdout=out, stderr=err
-            ).returncode
+            code = self.call("-m", "pytest", *arguments, cwd=folder, timeout=timeout, stdout=out, stderr=err).returncode
             texts = [file.read() for file in (out, err) if file.seek(0) == 0]
         print(*texts, sep="\n")  # for the report of a test that fails
         return pytest.RunResult(code, texts[0].splitlines(), texts[1].splitlines(), 0)
