@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pwd
 import shutil
 import signal
 import tempfile
@@ -16,17 +15,6 @@ import pytest
 NUMBER = 60_317  # a user that has nothing else on the machine
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
-
-
-def _is_free(number: int) -> bool:
-    try:
-        pwd.getpwuid(number)
-    except KeyError:
-        return True
-    return False
-
-
-assert _is_free(NUMBER)
 
 
 @contextlib.contextmanager

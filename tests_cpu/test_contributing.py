@@ -40,13 +40,17 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def run(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments]
+def python(folder: Path, *arguments: str) -> str:
+    """Return what Python prints that imports the copy."""
     done = subprocess.run(
-        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=160, check=False
-    )
+        [sys.executable, *arguments], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, text=True, capture_output=True,
+        timeout=160, check=False,
+    )  # fmt: skip
     return done.stdout + done.stderr
+
+
+def run(folder: Path, *arguments: str) -> str:
+    return python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments)
 
 
 @pytest.mark.slow
@@ -73,9 +77,7 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     chapters = f"## What you see\n\n{page}\n## How we know\n\nx\n\n## What to do\n\nx\n"
     (docs / "clock_skew.md").write_text(f"# clock_skew\n\nThe clocks differ.\n\n{chapters}", encoding="utf-8")
     for script in ("cause_pages", "schema"):
-        subprocess.run(
-            [sys.executable, f"docs/{script}.py"], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=True
-        )
+        python(copy, f"docs/{script}.py")
     agree = run(copy, "tests_cpu/diagnosis/test_causes.py", "tests_cpu/test_docs.py", "tests_cpu/test_recipes.py", "-k",
                 "test_causes or clock_skew or schema")  # fmt: skip
     assert " passed" in agree
@@ -103,11 +105,7 @@ def test_a_backend_is_added_by_the_steps(copy: Path) -> None:
     edit(kernels / "backends.py", "from nsa.kernels import ", "from nsa.kernels import mine, ")
     edit(copy / "nsa" / "sections.py", '"flash"]', '"flash", "mine"]')
     asked = "import torch, nsa; print(nsa.explain('mine', torch.float32, torch.device('cpu')))"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, text=True, capture_output=True,
-        timeout=60, check=True,
-    )  # fmt: skip
-    assert "'mine'" in done.stdout
+    assert "'mine'" in python(copy, "-c", asked)
     assert " passed" in run(copy, "tests_cpu/test_contributing.py", "-k", "registry_of_backends")
     assert "1 passed" in run(copy, "tests_cpu/kernels/test_truth.py", "-k", "serves_a_cpu and mine")
 
@@ -128,14 +126,3 @@ def test_the_registry_of_backends_is_what_the_configuration_names() -> None:
 
     names = typing.get_args(typing.get_type_hints(ModelConfig)["backend"])
     assert set(names) == {"auto", *BACKENDS}
-
-
-def test_the_list_of_faults_prints_the_rows_that_have_every_word() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests_cpu.faults", "--list", "crashes_and_exits", "rank_died"], cwd=ROOT, text=True,
-        capture_output=True, timeout=60, check=True,
-    )  # fmt: skip
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("crashes_and_exits ")]
-    assert len(rows) == int(done.stdout.split()[0]) > 0
-    killed = ["crashes_and_exits", "test_is_killed", "rank_died", "1", "2", "crash", "first", "corpus"]
-    assert killed in [[*row[:2], *row[3:]] for row in rows], rows

@@ -60,6 +60,11 @@ def shown(text: str) -> str:
     return " ".join(text.split())
 
 
+def table_of(columns: int) -> list[str]:
+    """Return the elements of a table with a head and one row."""
+    return ["table", "thead", "tr", *["th"] * columns, "tbody", "tr", *["td"] * columns]
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_one_paragraph_of_text(text: str) -> None:
     page = _Reader(RENDER(markdown(text)))
@@ -73,13 +78,7 @@ def test_a_text_is_one_paragraph_of_text(text: str) -> None:
 def test_a_text_in_a_table_is_one_cell(text: str) -> None:
     rows = f"| {cell(inline(text))} | {code(text)} | last |"
     page = _Reader(RENDER(f"| a | b | c |\n| --- | --- | --- |\n{rows}\n"))
-    assert [e for e in page.elements if e != "code"] == [
-        "table",
-        "thead",
-        *["tr", *["th"] * 3],
-        "tbody",
-        *["tr", *["td"] * 3],
-    ]
+    assert [e for e in page.elements if e != "code"] == table_of(3)
     assert not page.attributes
     assert page.text.rstrip().endswith("last")
     if "`" not in text:
@@ -115,28 +114,23 @@ def test_two_runs_beside_each_other_have_one_table() -> None:
     for text in TEXTS:
         difference = compare.Difference(test=text, what=text, base=text, new=text, kind="worse")
         page = _Reader(RENDER(compare.as_markdown([difference], (text, text), 1)))
-        assert [e for e in page.elements if e != "code"] == [
-            "p",
-            "table",
-            "thead",
-            *["tr", *["th"] * 5],
-            "tbody",
-            *["tr", *["td"] * 5],
-        ]
+        assert [e for e in page.elements if e != "code"] == ["p", *table_of(5)]
         assert not page.attributes
 
 
-def make_run(run: Path, **verdict: Any) -> Path:
-    run.mkdir()
-    line = {
+def make_run(run: Path, *more: dict[str, Any], **verdict: Any) -> Path:
+    """Make a run of a test that fails, and more; each verdict has other fields."""
+    run.mkdir(exist_ok=True)
+    usual = {
         "schema": 1,
         "folder": "",
         "nodeid": "t.py::test_x",
         "outcome": "FAIL",
         "cause": "unknown",
         "world_size": 2,
-    } | verdict
-    (run / "verdicts.jsonl").write_text(json.dumps(line) + "\n")
+    }
+    lines = [json.dumps(usual | of) for of in (more or [verdict])]
+    (run / "verdicts.jsonl").write_text("\n".join(lines) + "\n")
     return run
 
 
@@ -188,30 +182,14 @@ def test_no_name_of_a_test_is_the_id_of_a_part_of_the_page(tmp_path: Path) -> No
     run = tmp_path / "run"
     run.mkdir()
     names = ("search", "tests", "only", "all", "head", "way", "still")
-    lines = []
     for name in names:
         (run / name).mkdir()
-        (run / name / "job.json").write_text(
-            json.dumps({"nodeid": name, "folder": str(run / name), "world_size": 1, "backend": "gloo"})
-        )
-        verdict = {
-            "schema": 1,
-            "folder": name,
-            "nodeid": name,
-            "outcome": "FAIL",
-            "cause": "unknown",
-            "world_size": 1,
-            "where": name,
-        }
-        lines.append(json.dumps(verdict))
-    (run / "verdicts.jsonl").write_text("\n".join(lines) + "\n")
-    main(["report", str(run)])
+        job = {"nodeid": name, "folder": str(run / name), "world_size": 2, "backend": "gloo"}
+        (run / name / "job.json").write_text(json.dumps(job))
+    main(["report", str(make_run(run, *({"folder": name, "nodeid": name, "where": name} for name in names)))])
     page = (run / "report.html").read_text()
     ids = re.findall(r'\bid="([^"]*)"', page)
-    assert {"search", "tests", "only", "all"} <= set(ids)
-    assert [i for i in ids if i in ("search", "tests", "only", "all")] == sorted(
-        {"search", "tests", "only", "all"}, key=ids.index
-    )
+    assert [ids.count(own) for own in ("search", "tests", "only", "all")] == [1] * 4
     for name in names:
         assert page.count(f'id="test-{name}"') == 1
         assert f'href="#test-{name}"' in page

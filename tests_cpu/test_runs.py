@@ -1,5 +1,6 @@
 """Which folders are runs, and which of them are deleted: none that is damaged."""
 
+import fcntl
 import json
 import os
 import stat
@@ -12,6 +13,7 @@ import pytest
 from pytest_nsa.cli.main import main
 from pytest_nsa.report.runs import list_runs
 from pytest_nsa.session.folders import RunFolder
+from pytest_nsa.testing import run_example
 
 ENV = {"schema": 1, "python": "3.11", "system": "Linux", "variables": {}}
 END = {"schema": 1, "time": 0.0, "failed": 0, "interrupted": False}
@@ -57,6 +59,39 @@ def test_what_another_program_may_have_written_is_no_run_and_stays(tmp_path: Pat
     assert [run.path for run in list_runs(tmp_path)] == made[::-1]
     assert main(["clean", "--keep", "1", "--keep-failed", "0", str(tmp_path)]) == 0
     assert [run.is_dir() for run in (*made, odd)] == [False, True, True]
+
+
+def test_old_runs_go_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "artifacts"
+    made = [make_run(root, n, failed=int(n in (1, 3))) for n in range(1, 8)]
+    made[4] = made[4].rename(root / "run_20260101_000005")  # of a repository without a plan
+    unfinished = make_run(root, 0)
+    (unfinished / "run.json").unlink()
+    (root / "test_engineer_notes").mkdir()
+    elsewhere = make_run(tmp_path / "elsewhere", 0)
+    (root / "test_engineer_link").symlink_to(elsewhere)
+    monkeypatch.chdir(tmp_path)
+    clean = ["clean", "--keep", "2", "--keep-failed", "1"]
+    with (made[1] / ".in_use").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        for options, numbers in ((["--dry-run"], (5, 4, 2, 1)), ([], (5, 4, 1))):  # one is in use
+            assert main([*clean, *options]) == 0
+            assert capsys.readouterr().out.splitlines() == [f"artifacts/{made[n - 1].name}" for n in numbers]
+    kept = {*(made[n - 1].name for n in (7, 6, 3, 2)), unfinished.name, "test_engineer_notes", "test_engineer_link"}
+    assert {path.name for path in root.iterdir()} == kept
+    assert elsewhere.is_dir()
+    assert main(["clean", "nowhere"]) == 2
+
+
+def test_a_session_keeps_as_many_runs_as_the_setting_names(pytester: pytest.Pytester) -> None:
+    root = pytester.path / "artifacts"
+    made = [make_run(root, n, failed=int(n == 1)) for n in range(1, 6)]
+    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "-o", "ranks_artifacts_keep=3")
+    assert result.outcomes == {"passed": 1}
+    left = {path.name for path in root.iterdir() if not path.is_symlink() and path.is_dir()}
+    assert left == {result.run.name, *(made[n - 1].name for n in (5, 4, 1))}
 
 
 def test_other_users_cannot_write_into_the_folder_of_runs(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """pytest and other programs in forks of a process that has imported torch: each saves the two seconds of that import.
 
-A fork runs its program from its start, with its own working directory, environment and output; with a nursery, what the program
-starts is such a fork, too. A run that must not find torch imported has a process of its own (the mark ``own_python``), and so has
-what is found by its environment or command line in /proc: a fork has those of the process that forks.
+A fork runs its program from its start, with its own working directory, environment and output. A run that must not find torch
+imported has a process of its own (the mark ``own_python``), and so has what is found by its environment or command line in /proc: a
+fork has those of the process that forks.
 """
 
 import json
@@ -43,17 +43,12 @@ class WarmPython:
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
         """Run pytest as `pytest_nsa.testing.start_pytest` does."""
-        # hypothesis' plugin imports all of hypothesis at the end of every session, another second.
-        uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
-        plugins = ["-p", "hypothesispytest"] if uses_hypothesis else []
         # Not pipes: a process that the session leaves may hold them open.
         with (
             tempfile.TemporaryFile("w+", errors="replace") as out,
             tempfile.TemporaryFile("w+", errors="replace") as err,
         ):
-            code = self.call(
-                "-m", "pytest", *plugins, *arguments, cwd=folder, timeout=timeout, stdout=out, stderr=err
-            ).returncode
+            code = self.call("-m", "pytest", *arguments, cwd=folder, timeout=timeout, stdout=out, stderr=err).returncode
             texts = [file.read() for file in (out, err) if file.seek(0) == 0]
         print(*texts, sep="\n")  # for the report of a test that fails
         return pytest.RunResult(code, texts[0].splitlines(), texts[1].splitlines(), 0)
@@ -115,7 +110,6 @@ class WarmPython:
         """Start ``python ARGUMENTS``, given as -m MODULE, -c CODE or a file, as `subprocess.Popen` does with ``options``.
 
         Its sessions of pytest run without the plugins of `WITHOUT` that their command line does not name.
-        With ``nursery=True`` each Python that it starts is a fork with torch imported, too, and each that those start.
         """
         variables = dict(options.pop("env", None) or os.environ)
         variables["PYTEST_ADDOPTS"] = " ".join([*WITHOUT, variables.get("PYTEST_ADDOPTS", "")])
@@ -139,8 +133,8 @@ class WarmPython:
 class _Forked(subprocess.Popen[str]):
     """A process that the warm process forks: what `subprocess.Popen` does but for the start and the wait."""
 
-    def __init__(self, warm: WarmPython, *arguments: Any, nursery: bool = False, **options: Any) -> None:
-        self._warm, self._nursery = warm, nursery
+    def __init__(self, warm: WarmPython, *arguments: Any, **options: Any) -> None:
+        self._warm = warm
         super().__init__(*arguments, **options)
 
     def _execute_child(  # type: ignore[override]
@@ -161,7 +155,6 @@ class _Forked(subprocess.Popen[str]):
                 python=args[1:],
                 cwd=str(cwd or os.getcwd()),
                 session=start_new_session,
-                nursery=self._nursery,
             )
             self._child_created = True
         finally:

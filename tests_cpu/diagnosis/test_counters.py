@@ -38,10 +38,13 @@ def test_the_round_of_a_for(header: str, counts: dict[str, int], expected: int |
     assert find_round(f"{header}\n    call()", 2, **counts) == expected
 
 
-def test_a_loop_whose_variable_an_inner_one_takes_has_no_counter() -> None:
-    source = "for _ in range(9):\n    for _ in range(3):\n        call()\n    other()"
-    assert find_round(source, 4, _=2) is None
-
-
-def test_at_its_head_a_loop_is_between_two_rounds() -> None:
-    assert find_round("for step in range(9):\n    call()", 1, step=4) is None
+@pytest.mark.parametrize(
+    ("source", "line", "counts"),
+    [
+        ("for _ in range(9):\n    for _ in range(3):\n        call()\n    other()", 4, {"_": 2}),
+        ("for step in range(9):\n    call()", 1, {"step": 4}),
+    ],
+    ids=["an inner loop takes the variable", "at its head it is between two rounds"],
+)
+def test_a_loop_without_a_counter(source: str, line: int, counts: dict[str, int]) -> None:
+    assert find_round(source, line, **counts) is None

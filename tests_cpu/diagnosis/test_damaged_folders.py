@@ -4,6 +4,7 @@ A seed makes one damaged run; every command is a process of its own, with bounds
 """
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -11,7 +12,6 @@ import resource
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,30 +146,25 @@ def damage_a_file(folder: Path, draw: random.Random) -> None:
     draw.choice(DAMAGES)(draw.choice(small), draw)
 
 
-def of_folders(run: Path, draw: random.Random) -> None:
-    """Names of folders, and links in their place."""
-    ranks = sorted(path for path in run.glob("*/rank*") if path.is_dir() and not path.is_symlink())
-    match draw.randrange(6):
-        case 0 if ranks:
-            folder = draw.choice(ranks)
-            folder.rename(
-                folder.with_name(draw.choice(("rank-1", "rank99999999999999999999", "rank7", "rankX", "rank01")))
-            )
-        case 1 if ranks:
-            folder = draw.choice(ranks)
-            shutil.rmtree(folder)
-            folder.symlink_to(draw.choice(("/", "/dev", str(outside(run)), ".")))
-        case 2:
-            folder = draw.choice(sorted(path.parent for path in run.glob("*/job.json")))
-            folder.rename(folder.with_name(draw.choice((TITLE, "x" * 200, "..x", IMAGE.replace("/", "")))))
-        case 3:
-            (run / "planted").symlink_to(outside(run))
-        case 4:
-            for name in ("SUMMARY.md", "report.html", "verdicts.jsonl"):
-                if (run / name).is_dir() and not (run / name).is_symlink():  # an earlier damage made it one
-                    shutil.rmtree(run / name)
-                (run / name).unlink(missing_ok=True)
-                (run / name).symlink_to(outside(run) / "secret")
+def rename_a_folder(run: Path, draw: random.Random) -> None:
+    """Give the folder of a test or of a rank another name."""
+    folders = [
+        *(path for path in run.glob("*/rank*") if path.is_dir()),
+        *(path.parent for path in run.glob("*/job.json")),
+    ]
+    folder = draw.choice(sorted(path for path in folders if not path.is_symlink()))
+    names = (
+        "rank-1",
+        "rank99999999999999999999",
+        "rank7",
+        "rankX",
+        "rank01",
+        TITLE,
+        "x" * 200,
+        "..x",
+        IMAGE.replace("/", ""),
+    )
+    folder.rename(folder.with_name(draw.choice(names)))
 
 
 def damaged(good: Path, root: Path, seed: int) -> Path:
@@ -182,32 +177,25 @@ def damaged(good: Path, root: Path, seed: int) -> Path:
     for _ in range(draw.choice((1, 1, 2, 5, 20))):
         damage_a_file(run, draw)
     if draw.random() < 0.4:
-        of_folders(run, draw)
+        rename_a_folder(run, draw)
     return run
 
 
-def in_a_process(body: Callable[[], int], told: Path) -> int:
+def in_a_process(body: Callable[[], int], told: Path) -> int | None:
     """Return the exit code of ``body`` in a child with bounds, or its negative signal; ``told`` gets what it prints."""
-    pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            fd = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            sys.stdout = sys.stderr = os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace")
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(LIMIT_S)
-            code = body()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+
+    def bounded() -> None:
+        sys.stdout = sys.stderr = told.open("w", encoding="utf-8", errors="backslashreplace")
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LIMIT_S)
+        sys.exit(body())
+
+    child = multiprocessing.get_context("fork").Process(target=bounded)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def commands(run: Path, good: Path) -> list[list[str]]:

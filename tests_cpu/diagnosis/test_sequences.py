@@ -90,7 +90,8 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
     first round, and without the source, nothing shows which rank is right. Nor does anything show whether it skipped one call or
     made another once more.
     """
-    folder = make_folder(tmp_path / "t")
+    stop = {"event": "stop", "time": 9, "reason": "departed", "stalled_s": 1.2}
+    folder = make_folder(tmp_path / "t", events=[stop])
     stuck = 2 * round_ + 2  # the sequence number at which the ranks diverge
     for rank in (0, 1):
         board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=2)
@@ -98,7 +99,6 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
             index = board.enter(c.op, c.group, c.sequence, c.dtype, c.count, c.site, size=2)
             if c.sequence < stuck:
                 board.leave(index)
-    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "departed", "stalled_s": 1.2}\n')
     verdict = diagnose(load(folder))
     assert not verdict.certain
     if round_:
@@ -110,13 +110,13 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
 def test_of_a_group_whose_ranks_were_cut_off_its_members_are_not_judged(
     tmp_path: Path, cut: str, is_judged: bool
 ) -> None:
-    folder = make_folder(tmp_path / "t", world_size=3)
+    stop = {"event": "stop", "time": 9, "reason": "hang_after", "stalled_s": 4.0}
+    folder = make_folder(tmp_path / "t", 3, [stop])
     for rank, members in enumerate(("0,1", "1,2", "0,2")):  # each waits for one that makes another group
         board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=3)
         board.leave(board.enter("allreduce", "0", 1, "float32", 4, "a.py:1 in f", size=3))
         index = board.enter("new_group", "0", 2, "", 0, f"a.py:{3 + rank} in f", size=2, note=f"1: {members}{cut}")
         board.number("blocked_in", index + 1)
-    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "hang_after", "stalled_s": 4.0}\n')
     verdict = diagnose(load(folder))
     assert (verdict.rule == "groups.groups_differ") is is_judged, verdict.rule
 

@@ -8,26 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.algorithms import Join
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pytest_nsa import check_divergence, world_size
-
-
-def small():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+from tests_cpu.faults.replicas import backward, labelled_batch, small
 
 
 def train(model, optimizer, rank, step):
-    x, y = batch(rank, step)
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
+    backward(model, optimizer, rank, step)
     optimizer.step()
 
 
@@ -58,7 +46,7 @@ def test_one_rank_looks_at_averaged_parameters_and_takes_them_back(group):
                 kept = [p.detach().clone() for p in model.parameters()]
                 for value, average in zip(model.parameters(), mean, strict=True):
                     value.copy_(average)
-                model.module(batch(9, step)[0])
+                model.module(labelled_batch(9, step)[0])
                 for value, old in zip(model.parameters(), kept, strict=True):
                     value.copy_(old)
 
@@ -71,7 +59,7 @@ def test_the_inner_model_is_called_beside_the_wrapped_one(group):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         if group.rank == 1:
-            model.module(batch(7, step)[0]).argmax(-1)
+            model.module(labelled_batch(7, step)[0]).argmax(-1)
         train(model, optimizer, group.rank, step)
 
 
@@ -85,7 +73,7 @@ def test_a_part_is_frozen_and_another_gets_statistics_of_all(group):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         train(model, optimizer, group.rank, step)
-        seen = torch.bincount(batch(group.rank, step)[1], minlength=3).float()
+        seen = torch.bincount(labelled_batch(group.rank, step)[1], minlength=3).float()
         torch.distributed.all_reduce(seen)
         with torch.no_grad():
             level.add_(0.01 * (seen.mean() - seen).sign())

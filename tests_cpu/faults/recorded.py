@@ -16,7 +16,7 @@ import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,20 +33,6 @@ HEALTHY = ARCHIVES / "healthy"  # of healthy programs, at the moment of their lo
 MOST_LINES = 200  # the latest of a rank's reports, heartbeats and checksums
 
 
-def record(test: str, evidence: Path, folder: Path) -> Path:
-    """Write the archive of a test in ``folder`` from its ``evidence``. Raise ValueError for a path too short to replace."""
-    return pack(ARCHIVES / f"{test}.tar.xz", {test: evidence}, folder)
-
-
-def record_healthy(run: Path, folder: Path, module: str, tests: Collection[str], questions: str) -> Path | None:
-    """Write an archive of the moments (``questions``: a folder in a test's) at which the host asked what is wrong with the healthy
-    ``tests`` of a module; None where it never asked.
-    """
-    found = {name: path / questions for name, path in sorted(folders_of(run).items()) if name in tests}
-    asked = {name: path for name, path in found.items() if path.is_dir()}
-    return pack(HEALTHY / f"{module}.tar.xz", asked, folder) if asked else None
-
-
 def unpack_healthy(module: str, folder: Path) -> dict[str, Path]:
     """Return the recorded moments of a module's healthy tests, by test."""
     extract(HEALTHY / f"{module}.tar.xz", folder)
@@ -60,7 +46,10 @@ def folders_of(run: Path) -> dict[str, Path]:
 
 
 def pack(path: Path, folders: Mapping[str, Path], tests: Path, labels: Mapping[str, object] | None = None) -> Path:
-    """Write the evidence of tests below ``tests`` as an archive, with ``labels`` as labels.json; paths are replaced."""
+    """Write the evidence of tests below ``tests`` as an archive, with ``labels`` as labels.json; paths are replaced.
+
+    Raise ValueError for a path too short to replace.
+    """
     replaced = {str(tests): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
     replaced |= {str(Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}"): "/tests/tmp"}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ from pytest_nsa.wire.files import read_lines
 from tests_cpu import fsdp2
 from tests_cpu.faults import questions
 from tests_cpu.faults.planting import Program, marked_lines, programs_of
-from tests_cpu.faults.recorded import record, record_healthy
+from tests_cpu.faults.recorded import ARCHIVES, pack
+from tests_cpu.faults.recorded import HEALTHY as MOMENTS
 from tests_cpu.faults.rows import FAMILIES, PLANTED, Fault, read_rows, update_row
 
 HERE = Path(__file__).parent
@@ -116,8 +117,10 @@ def run_all(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         for file in dict.fromkeys(file for file, _ in programs) if is_healthy and is_recorded else ():
             of_file = [name for of, name in programs if of == file]
             assert of_file == healthy_tests(file), "a module is recorded as a whole: -m 'slow or not slow'"
-            assert result.run is not None
-            record_healthy(result.run, folder, file, of_file, questions.FOLDER)
+            asked = {name: result.folder(name) / questions.FOLDER for name in sorted(of_file)}
+            asked = {name: path for name, path in asked.items() if path.is_dir()}
+            if asked:
+                pack(MOMENTS / f"{file}.tar.xz", asked, folder)
         return result
 
     return run
@@ -173,7 +176,7 @@ def test_the_verdict(file: str, name: str, run_all: Run, request: pytest.Fixture
     lines = marked_lines(HERE / "programs" / f"{file}.py")
     if request.config.getoption("--record"):
         assert result.run is not None
-        record(name, result.folder(name), result.run.parents[1])
+        pack(ARCHIVES / f"{name}.tar.xz", {name: result.folder(name)}, result.run.parents[1])
         of_file = {"archive": name, "test": name, "program": "", "lines": sorted(lines) if row.lines else []}
         update_row(name, **of_file, divergence=dict(verdict.first_divergence))
     is_right = row.names(verdict.cause, verdict.ranks)

@@ -6,7 +6,6 @@ calls fit.
 
 import contextlib
 import functools
-import operator
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -78,16 +77,6 @@ def swallows_an_exception(rank: int, call: Call) -> None:
         except IndexError:
             continue
         call("all_reduce")
-
-
-def returns_early(rank: int, call: Call) -> None:
-    def save(path: str) -> None:
-        if path.endswith("rank0"):  # HERE
-            return
-        call("barrier")
-
-    save(f"out/rank{rank}")
-    call("all_reduce")
 
 
 def calls_another_function(rank: int, call: Call) -> None:
@@ -213,13 +202,6 @@ def fits_though_one_rank_handles_an_error(rank: int, call: Call) -> None:
         call("all_reduce")
 
 
-def fits_though_values_differ(rank: int, call: Call) -> None:
-    total = 0
-    for step in range(rank + 2):
-        total += step
-    call("all_reduce", what="float32 x 1")
-
-
 def fits_though_branches_differ(rank: int, call: Call) -> None:
     if rank % 2:
         call("all_reduce")
@@ -234,25 +216,6 @@ def fits_though_a_loop_is_long(rank: int, call: Call) -> None:
         if step % 3:
             total += step
     call("all_reduce")
-
-
-def waits_for_a_flag_that_an_object_sets(rank: int, call: Call) -> None:
-    class Stopper:
-        def __init__(self) -> None:
-            self.bad, self.stop = 0, False
-
-        def update(self, value: int) -> None:
-            self.bad = self.bad + 1 if value > 2 else 0
-            if self.bad > 1:  # DECIDED
-                self.stop = True
-
-    stopper = Stopper()
-    for step in range(8):
-        if stopper.stop:  # HERE
-            break
-        call("all_reduce")
-        stopper.update(3 if rank == 1 and step > 3 else step % 2)
-    call("barrier")
 
 
 def does_what_a_function_returned(rank: int, call: Call) -> None:
@@ -392,12 +355,6 @@ def decides_in_one_line(rank: int, call: Call) -> None:
         call("all_reduce")
 
 
-def passes_in_one_line(rank: int, call: Call) -> None:
-    size = 3 if rank == 1 else 2  # DECIDED
-    for _ in range(size): call("all_reduce")  # noqa: E701  # fmt: skip  # HERE
-    call("barrier")
-
-
 def saves_where_the_ranking_says(rank: int, call: Call) -> None:
     scores = (3, 1, 2) if rank == 0 else (1, 3, 2)
     ranking = max(scores) == scores[0]
@@ -466,30 +423,6 @@ def reduces_where_a_budget_is_reached(rank: int, call: Call) -> None:
         tokens = 9 if (rank, step) == (1, 2) else 4
         reduced = map(call, ["all_reduce"] if is_reached(tokens) else [])
         loss = types.SimpleNamespace(backward=functools.partial(list, reduced))
-        loss.backward()
-        call("barrier")
-
-
-def freezes_a_layer_by_its_own_loss(rank: int, call: Call) -> None:
-    class Layer:
-        def __init__(self) -> None:
-            self.trains = True
-
-    class Schedule:
-        def __init__(self, limit: float) -> None:
-            self.limit = limit
-
-        def is_due(self, loss: float) -> bool:
-            return loss > self.limit  # HERE
-
-    def reduce(layer: Layer) -> None:
-        call("all_reduce")
-
-    layers, schedule = [Layer(), Layer()], Schedule(2.0)
-    for step in range(3):
-        layers[0].trains = schedule.is_due(1.0 if (rank, step) == (1, 2) else 3.0)
-        trained = filter(operator.attrgetter("trains"), layers)
-        loss = types.SimpleNamespace(backward=functools.partial(list, map(reduce, trained)))
         loss.backward()
         call("barrier")
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,26 @@ PROGRAMS = {
 }
 FITTING = [name for name in PROGRAMS if name.startswith("fits")]
 PARTING = [name for name in PROGRAMS if name not in FITTING]
+# How the ranks of a program part, and a name in the chain of reasons.
+KINDS = {
+    "leaves_a_loop_by_its_own_value": ("branch", "local"),
+    "skips_a_batch": ("branch", "size"),
+    "counts_other_things": ("branch", "self.count"),
+    "stops_a_trainer_by_a_callback": ("branch", "loss"),
+    "makes_more_passes": ("loop", "size"),
+    "waits_until_it_is_done": ("loop", "done"),
+    "swallows_an_exception": ("exception", None),
+    "gives_another_size": ("argument", "width"),
+    "filters_in_a_comprehension": ("callee", "limit"),
+    "decides_in_one_line": ("branch", "size"),
+    "decides_in_the_line_of_a_call_that_fails": ("callee", "rank"),
+}
+# What a rank did next.
+NEXT = {
+    "saves_on_one_rank": (0, "begins all_gather"),
+    "begins_a_call_that_fails": (0, "begins barrier"),
+    "raises_where_others_call": (2, "raises ValueError: no room"),
+}
 
 
 def record(program: Callable[..., None], folder: Path, rank: int, size: int = written.SIZE) -> Flow:
@@ -72,22 +93,31 @@ def _call_of(recorder: FlowRecorder) -> programs.Call:
     return names["call"]
 
 
-def first_of(name: str, folder: Path) -> FirstDivergence | None:
-    """Return the first divergence of a program's ranks."""
-    flows = [record(PROGRAMS[name], folder, rank) for rank in range(RANKS)]
-    return find_first(flows, lambda group: range(RANKS))
+def first_of(program: Callable[..., None], folder: Path, ranks: int = RANKS, **how: Any) -> FirstDivergence | None:
+    """Return the first divergence of a program's ranks, all of them in each group."""
+    return find_first([record(program, folder, rank) for rank in range(ranks)], lambda group: range(ranks), **how)
+
+
+def guess(cause: str, ranks: tuple[int, ...], world_size: int = RANKS, **fields: Any) -> Verdict:
+    """Return a verdict of the first run."""
+    return Verdict(nodeid="test", cause=cause, ranks=ranks, world_size=world_size, **{"outcome": "HANG", **fields})
 
 
 @pytest.mark.parametrize("name", PARTING)
 def test_the_statement_at_which_ranks_part(name: str, tmp_path: Path) -> None:
-    found = first_of(name, tmp_path)
+    found = first_of(PROGRAMS[name], tmp_path)
     assert found is not None
-    lines, first = inspect.getsourcelines(PROGRAMS[name])
-    decided = [first + n for n, line in enumerate(lines) if line.endswith("# DECIDED\n")]
     assert found.where.split()[0] == get_marked(PROGRAMS[name]), found
     assert sorted(rank for ranks in found.outcomes.values() for rank in ranks) == list(range(RANKS))
     assert len(found.exceptional) == 1
-    assert set(decided) <= {int(step.where.partition(":")[2].partition(" ")[0] or 0) for step in found.because}
+    assert {*find_lines(PROGRAMS[name], "# DECIDED")} <= {step.where.split()[0] for step in found.because if step.where}
+    kind, chain = KINDS.get(name, (found.kind, None))
+    assert found.kind == kind
+    assert chain is None or chain in {step.name for step in found.because}
+    if name in NEXT:
+        assert NEXT[name] in [(rank, did) for rank, (_, did) in found.then.items()]
+        assert [did for _, did in found.then.values()].count(NEXT[name][1]) == 1
+    assert FirstDivergence.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(
@@ -101,51 +131,14 @@ def test_the_statement_at_which_ranks_part(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_which_of_two_ranks_did_otherwise(name: str, blamed: tuple[int, ...], tmp_path: Path) -> None:
-    flows = [record(PROGRAMS[name], tmp_path, rank) for rank in range(2)]
-    found = find_first(flows, lambda group: range(2))
+    found = first_of(PROGRAMS[name], tmp_path, 2)
     assert (found.exceptional, found.raising or found.in_role) == ((), blamed)
 
 
 @pytest.mark.parametrize("name", FITTING)
 def test_ranks_that_differ_in_nothing_that_others_see_do_not_part(name: str, tmp_path: Path) -> None:
-    assert first_of(name, tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "chain"),
-    [
-        ("leaves_a_loop_by_its_own_value", "branch", "local"),
-        ("skips_a_batch", "branch", "size"),
-        ("counts_other_things", "branch", "self.count"),
-        ("stops_a_trainer_by_a_callback", "branch", "loss"),
-        ("makes_more_passes", "loop", "size"),
-        ("waits_until_it_is_done", "loop", "done"),
-        ("swallows_an_exception", "exception", ""),
-        ("gives_another_size", "argument", "width"),
-        ("filters_in_a_comprehension", "callee", "limit"),
-        ("decides_in_one_line", "branch", "size"),
-        ("decides_in_the_line_of_a_call_that_fails", "callee", "rank"),
-    ],
-)
-def test_how_they_part_and_by_which_value(name: str, kind: str, chain: str, tmp_path: Path) -> None:
-    found = first_of(name, tmp_path)
-    assert found.kind == kind
-    assert not chain or chain in {step.name for step in found.because}
-    assert FirstDivergence.from_json(found.to_json()) == found
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "text"),
-    [
-        ("saves_on_one_rank", {0}, "begins all_gather"),
-        ("begins_a_call_that_fails", {0}, "begins barrier"),
-        ("raises_where_others_call", {2}, "raises ValueError: no room"),
-    ],
-)
-def test_what_ranks_did_next(name: str, ranks: set[int], text: str, tmp_path: Path) -> None:
-    found = first_of(name, tmp_path)
-    assert {rank for rank, (_, did) in found.then.items() if did == text} == ranks
-    assert FirstDivergence.from_json(found.to_json()) == found
+    kinds = COLLECTIVES | MESSAGES if name.startswith("fits_though_messages") else COLLECTIVES
+    assert first_of(PROGRAMS[name], tmp_path, kinds=kinds) is None
 
 
 @pytest.mark.parametrize(
@@ -155,22 +148,18 @@ def test_what_ranks_did_next(name: str, ranks: set[int], text: str, tmp_path: Pa
 def test_whether_an_exception_follows_from_the_difference(
     name: str, ranks: tuple[int, ...], cause: str, tmp_path: Path
 ) -> None:
-    found = first_of(name, tmp_path)
+    found = first_of(PROGRAMS[name], tmp_path)
     assert found.raised_before == ranks
-    verdict = Verdict(
-        nodeid="test", outcome="FAIL", cause="rank_exception", ranks=(0,), world_size=RANKS, reason="ValueError: no"
-    )
-    changed = with_divergence(verdict, found, is_same=True)
+    raised = guess("rank_exception", (0,), outcome="FAIL", reason="ValueError: no")
+    changed = with_divergence(raised, found, is_same=True)
     assert (changed.cause, changed.ranks) == (cause, (0,))
     assert ("then ValueError: no" in changed.because) == (cause != "rank_exception")
 
 
 def test_a_decision_of_a_library_is_the_reason(tmp_path: Path) -> None:
-    found = first_of("skips_a_batch", tmp_path)
-    assert found is not None
+    found = first_of(programs.skips_a_batch, tmp_path)
     within = "/env/lib/python3.12/site-packages/trainers/loop.py:7 in run: if self.stop:"
-    unknown = Verdict(nodeid="test", outcome="HANG", cause="unknown", ranks=(0, 1, 2), world_size=RANKS)
-    changed = with_divergence(unknown, dataclasses.replace(found, within=within), is_same=True)
+    changed = with_divergence(guess("unknown", (0, 1, 2)), dataclasses.replace(found, within=within), is_same=True)
     assert (changed.ranks, changed.where) == ((2,), found.where)
     assert changed.reason == "the ranks parted at `if self.stop:` of trainers, called here"
 
@@ -179,25 +168,17 @@ def test_a_decision_of_a_library_is_the_reason(tmp_path: Path) -> None:
     ("name", "decides"), [("leaves_a_loop_by_its_own_value", "`local`"), ("counts_other_things", "`is_due()`")]
 )
 def test_what_to_reduce_before_a_decision(name: str, decides: str, tmp_path: Path) -> None:
-    unknown = Verdict(nodeid="test", outcome="HANG", cause="unknown", ranks=(0, 1, 2), world_size=RANKS)
-    assert decides in with_divergence(unknown, first_of(name, tmp_path), is_same=True).advice
-
-
-@pytest.mark.parametrize(("ranks", "sure", "blamed"), [((2,), 0.4, (0, 1)), ((2,), 0.9, (2,)), ((0,), 0.4, (0,))])
-def test_a_guess_at_ranks_that_did_not_part_gives_way(
-    ranks: tuple[int, ...], sure: float, blamed: tuple[int, ...], tmp_path: Path
-) -> None:
-    flows = [record(PROGRAMS["fits_until_a_tag_differs"], tmp_path, rank) for rank in range(2)]
-    found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
-    guess = Verdict(nodeid="test", outcome="HANG", cause="unknown", ranks=ranks, world_size=RANKS, confidence=sure)
-    assert with_divergence(guess, found, is_same=True).ranks == blamed
+    found = first_of(PROGRAMS[name], tmp_path)
+    assert decides in with_divergence(guess("unknown", (0, 1, 2)), found, is_same=True).advice
 
 
 def test_a_message_that_its_receiver_expects_under_another_tag(tmp_path: Path) -> None:
-    flows = [record(PROGRAMS["fits_until_a_tag_differs"], tmp_path, rank) for rank in range(2)]
-    found = find_first(flows, lambda group: range(2), kinds=COLLECTIVES | MESSAGES)
+    found = first_of(programs.fits_until_a_tag_differs, tmp_path, 2, kinds=COLLECTIVES | MESSAGES)
     assert (found.kind, set(found.values["tag"].values())) == ("argument", {"2", "3"})
     assert set(found.outcomes) == {"begins send (tag 2)", "begins recv (tag 3)"}
+    # A guess at ranks that did not part gives way.
+    for ranks, sure, blamed in (((2,), 0.4, (0, 1)), ((2,), 0.9, (2,)), ((0,), 0.4, (0,))):
+        assert with_divergence(guess("unknown", ranks, confidence=sure), found, is_same=True).ranks == blamed
 
 
 def find_missing_call(program: Callable[..., None], rank: int, folder: Path) -> FirstDivergence | None:
@@ -223,28 +204,12 @@ def test_a_call_that_a_rank_owes(
     found = find_missing_call(program, rank, tmp_path)
     assert (found.outcomes[outcome], found.outcome_before) == ((rank,), before)
     assert reason in {step.name for step in found.because}
-    assert get_marked(program) in {
-        found.where.split()[0],
-        *(step.where.split()[0] for step in found.because if step.where),
-    }
-
-
-@pytest.mark.parametrize(
-    ("program", "rank", "than"),
-    [
-        (roles.publishes_not_every_version, 0, "in its round before"),
-        (roles.sends_fewer_than_others, 3, "the others"),
-    ],
-)
-def test_a_verdict_on_a_missing_call_names_the_decision(
-    program: Callable[..., None], rank: int, than: str, tmp_path: Path
-) -> None:
-    found = find_missing_call(program, rank, tmp_path)
-    missing = Verdict(
-        nodeid="test", outcome="HANG", cause="p2p_unmatched", ranks=(rank,), world_size=4, reason="they do not pair"
-    )
+    places = [found.where, *(step.where for step in found.because if step.where)]
+    assert get_marked(program) in {place.split()[0] for place in places}
+    missing = guess("p2p_unmatched", (rank,), 4, reason="they do not pair")
     verdict = with_divergence(missing, found, is_same=True)
     assert (verdict.cause, verdict.ranks, verdict.where) == ("p2p_unmatched", (rank,), found.where)
+    than = "in its round before" if before else "the others"
     assert verdict.reason == f"rank {rank} did otherwise than {than} at `{found.statement}`"
     assert verdict.because[0] == "they do not pair"
 
@@ -257,9 +222,15 @@ def test_the_decision_that_led_to_a_wait_for_no_other_rank(tmp_path: Path) -> No
     assert (found.where.split()[0], found.outcomes["true"]) == (get_marked(program), (1,))
 
 
-def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: Path) -> None:
-    flows = [record(roles.waits_in_its_part, tmp_path, rank) for rank in range(3)]
-    assert find_first(flows, lambda group: range(3)) is None
+@pytest.mark.parametrize(
+    ("program", "ranks"),
+    [(roles.waits_in_its_part, 3), (roles.waits_before_it_uses_a_batch, 2)],
+    ids=["a part", "before"],
+)
+def test_a_rank_that_has_not_come_as_far_may_meet_the_others(
+    program: Callable[..., None], ranks: int, tmp_path: Path
+) -> None:
+    assert first_of(program, tmp_path, ranks) is None
 
 
 @pytest.mark.parametrize(
@@ -276,21 +247,15 @@ def test_a_rank_that_waits_in_its_part_may_meet_the_others_behind_it(tmp_path: P
 def test_what_would_have_ended_a_wait(program: Callable[..., None], tmp_path: Path) -> None:
     flow = record(program, tmp_path, 1)
     found = find_unended([flow], lambda group: range(3), [1])
-    assert (found.where.split()[0], found.outcomes, found.outcome_before) == (
-        get_marked(program),
-        {"true": (1,)},
-        "false",
-    )
+    assert found.where.split()[0] == get_marked(program)
+    assert (found.outcomes, found.outcome_before) == ({"true": (1,)}, "false")
     assert find_unended([record(program, tmp_path, 0)], lambda group: range(3), [1]) is None
 
 
 def test_ranks_of_one_class_show_more_than_those_of_two(tmp_path: Path) -> None:
-    program = roles.has_less_room_than_other_workers
-    found = find_first([record(program, tmp_path, rank) for rank in range(3)], lambda group: range(3))
+    found = first_of(roles.has_less_room_than_other_workers, tmp_path)
     assert (found.outcomes, found.is_alone) == ({"false": (1,), "true": (2,)}, True)
-    lines, first = inspect.getsourcelines(roles.Worker)
-    marked = next(n for n, line in enumerate(lines) if line.endswith("# HERE\n"))
-    assert found.where.startswith(f"{inspect.getfile(roles)}:{first + marked} ")
+    assert found.where.split()[0] == get_marked(roles.Worker)
 
 
 def test_a_message_that_went_to_another_rank(tmp_path: Path) -> None:
@@ -299,10 +264,9 @@ def test_a_message_that_went_to_another_rank(tmp_path: Path) -> None:
     found = find_owed(flows, lambda group: range(3), [(0, flows[0].calls[0][-1])], (), by_peer=True)
     assert (found.where.split()[0], found.kind) == (get_marked(program), "argument")
     assert found.values_before["row"] == "2"
-    guess = Verdict(nodeid="test", outcome="HANG", cause="skipped_collective", ranks=(0,), world_size=3, confidence=0.3)
-    verdict = with_divergence(guess, found, is_same=True)
+    verdict = with_divergence(guess("skipped_collective", (0,), confidence=0.3), found, is_same=True)
     assert (verdict.cause, verdict.ranks, verdict.where) == ("p2p_unmatched", (2,), found.where)
-    sure = with_divergence(dataclasses.replace(guess, confidence=0.9), found, is_same=True)
+    sure = with_divergence(guess("skipped_collective", (0,), confidence=0.9), found, is_same=True)
     assert (sure.cause, sure.ranks) == ("skipped_collective", (0,))
 
 
@@ -313,46 +277,36 @@ def test_a_reduction_in_another_group(tmp_path: Path) -> None:
 
 
 def test_who_sets_keys_parts_by_right(tmp_path: Path) -> None:
-    flows = [record(roles.reads_a_version_ahead, tmp_path, rank) for rank in range(3)]
-    found = find_first(flows, lambda group: range(3), kinds=COLLECTIVES | KEYS)
+    found = first_of(roles.reads_a_version_ahead, tmp_path, kinds=COLLECTIVES | KEYS)
     assert (found.where.split()[0], found.outcomes["true"]) == (get_marked(roles.reads_a_version_ahead), (2,))
 
 
-@pytest.mark.parametrize("program", [roles.has_cached_its_plan, roles.has_read_its_plan_from_a_file])
-def test_a_rank_that_passes_the_collective_of_others(program: Callable[..., None], tmp_path: Path) -> None:
-    flows = [record(program, tmp_path, rank) for rank in range(3)]
-    found = find_first(flows, lambda group: range(3), is_wanted=passes_a_call)
+def test_a_rank_that_passes_the_collective_of_others(tmp_path: Path) -> None:
+    program = roles.has_cached_its_plan
+    found = first_of(program, tmp_path, is_wanted=passes_a_call)
     assert (found.where.split()[0], found.exceptional) == (get_marked(program), (1,))
-    guess = Verdict(nodeid="test", outcome="HANG", cause="p2p_unmatched", ranks=(0,), world_size=3, confidence=0.5)
-    assert with_divergence(guess, found, is_same=True).ranks == (1,)
-    fitting = [record(roles.sends_fewer_than_others, tmp_path, rank) for rank in range(3)]
-    assert find_first(fitting, lambda group: range(3), is_wanted=passes_a_call) is None
+    unmatched = guess("p2p_unmatched", (0,), confidence=0.5)
+    assert with_divergence(unmatched, found, is_same=True).ranks == (1,)
+    assert first_of(roles.sends_fewer_than_others, tmp_path, is_wanted=passes_a_call) is None
 
 
 def test_a_key_of_another_name(tmp_path: Path) -> None:
     program = roles.waits_for_a_key_of_another_name
-    flows = [record(program, tmp_path, rank) for rank in range(3)]
-    found = find_first(flows, lambda group: range(3), kinds=COLLECTIVES | KEYS)
+    found = first_of(program, tmp_path, kinds=COLLECTIVES | KEYS)
     assert (found.where.split()[0], found.kind) == (get_marked(program), "argument")
     assert found.outcomes == {"waits for data/ab": (1,), "waits for data/ac": (2,)}
 
 
-def get_marked(program: Callable[..., None]) -> str:
-    """Return the file and line of a program's marked statement."""
+def find_lines(program: Callable[..., None], mark: str) -> list[str]:
+    """Return the places, as FILE:LINE, of a program's statements with a mark."""
     lines, first = inspect.getsourcelines(program)
-    (marked,) = (first + n for n, line in enumerate(lines) if line.endswith("# HERE\n"))
-    return f"{inspect.getfile(program)}:{marked}"
+    return [f"{inspect.getfile(program)}:{first + n}" for n, line in enumerate(lines) if line.endswith(f"{mark}\n")]
 
 
-@pytest.mark.parametrize("name", ["fits_though_messages_have_another_order", "fits_though_messages_cross"])
-def test_messages_that_fit_in_another_order(name: str, tmp_path: Path) -> None:
-    flows = [record(PROGRAMS[name], tmp_path, rank) for rank in range(RANKS)]
-    assert find_first(flows, lambda group: range(RANKS), kinds=COLLECTIVES | MESSAGES) is None
-
-
-def test_a_rank_that_has_not_come_as_far(tmp_path: Path) -> None:
-    flows = [record(roles.waits_before_it_uses_a_batch, tmp_path, rank) for rank in range(2)]
-    assert find_first(flows, lambda group: range(2)) is None
+def get_marked(program: Callable[..., None]) -> str:
+    """Return the place of a program's one statement that ranks part at."""
+    (place,) = find_lines(program, "# HERE")
+    return place
 
 
 def test_a_collection_while_a_source_is_parsed(tmp_path: Path) -> None:
@@ -414,9 +368,7 @@ def test_a_generator_that_one_rank_leaves_early_is_not_where_it_hangs(tmp_path: 
 
         call("all_reduce", what=str(next(numbers()) if rank == 0 else 0))
 
-    flows = [record(program, tmp_path, rank) for rank in range(2)]
-    found = find_first(flows, lambda group: range(2))
-    assert found.kind == "argument"
+    assert first_of(program, tmp_path, 2).kind == "argument"
 
 
 def test_ranks_of_another_group_decide_between_the_two_of_a_group(tmp_path: Path) -> None:

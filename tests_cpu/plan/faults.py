@@ -51,12 +51,8 @@ class WaitInBackward(torch.autograd.Function):
             return gradient
 
 
-class RaiseInBackward(torch.autograd.Function):
+class RaiseInBackward(WaitInBackward):
     """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

@@ -200,12 +200,8 @@ class HeededByNccl(Check):
 
     def at_the_end(self, folder: Path) -> None:
         """Look for its own line, which NCCL_DEBUG=INFO has made it print."""
-        assert_heeded((folder / f"rank{self.rank}" / "output.log").read_text(encoding="utf-8", errors="replace"))
-
-
-def assert_heeded(output: str) -> None:
-    """Assert that NCCL's own output tells that it heeds NCCL_P2P_DISABLE."""
-    assert "NCCL_P2P_DISABLE set by environment to 1" in output, "NCCL does not tell that it heeds NCCL_P2P_DISABLE"
+        output = (folder / f"rank{self.rank}" / "output.log").read_text(encoding="utf-8", errors="replace")
+        assert "NCCL_P2P_DISABLE set by environment to 1" in output, "NCCL does not tell that it heeds NCCL_P2P_DISABLE"
 
 
 class Criteria(Check):

@@ -1,7 +1,6 @@
 """Whether a run of the plan shows that the model is ready for production, and by which criteria."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from pytest_nsa.diagnosis.decision import REFUSED
 from pytest_nsa.diagnosis.verdict import Verdict
@@ -32,33 +31,21 @@ def readiness(verdicts: Verdicts) -> str:
         reasons.append(f"gradients are missing in {missing} of them")
     if lacking:
         reasons.append(f"{len(lacking)} of the {len(CORE)} of phases 1 to 5 did not run")
-    measured = _measured(verdicts)
-    if measured is None:
+    # As the long scenarios measured them on a GPU.
+    figures = [
+        verdicts[name].figures for name in LONG if name in verdicts and verdicts[name].figures.get("peak_gpu_mib")
+    ]
+    peak = max((f["peak_gpu_mib"] * (1 << 20) for f in figures), default=0.0)
+    rate = min((f["tokens_per_s"] for f in figures if "tokens_per_s" in f), default=0.0)
+    if not (peak and rate):
         reasons.append("memory and throughput at production size were not measured (no GPU)")
-    else:
-        reasons += measured.unmet
+    elif peak >= MAX_GPU_BYTES:
+        reasons.append(f"a rank takes {peak / 1e9:.1f} GB, where {MAX_GPU_BYTES / 1e9:.0f} are allowed")
+    if 0 < rate <= MIN_TOKENS_PER_S:
+        reasons.append(f"{rate:,.0f} tokens/s, where {MIN_TOKENS_PER_S} are needed")
     if reasons:
         return f"Not ready for production: {'; '.join(reasons)}."
-    told = "" if measured is None else f"; {measured.said}"
-    return f"Ready for production: every scenario passes, no gradient is missing, at production size on a GPU{told}."
-
-
-class _Measured(NamedTuple):
-    said: str
-    unmet: list[str]
-
-
-def _measured(verdicts: Verdicts) -> _Measured | None:
-    """Return production's criteria as the long scenarios measured them on a GPU; None where none did."""
-    figures = [verdicts[name].figures for name in LONG if name in verdicts]
-    peaks = [f["peak_gpu_mib"] * (1 << 20) for f in figures if f.get("peak_gpu_mib")]
-    rates = [f["tokens_per_s"] for f in figures if f.get("peak_gpu_mib") and "tokens_per_s" in f]
-    if not peaks or not rates:
-        return None
-    peak, rate = max(peaks), min(rates)
-    unmet = []
-    if peak >= MAX_GPU_BYTES:
-        unmet.append(f"a rank takes {peak / 1e9:.1f} GB, where {MAX_GPU_BYTES / 1e9:.0f} are allowed")
-    if rate <= MIN_TOKENS_PER_S:
-        unmet.append(f"{rate:,.0f} tokens/s, where {MIN_TOKENS_PER_S} are needed")
-    return _Measured(f"at most {peak / 1e9:.1f} GB a rank, at least {rate:,.0f} tokens/s", unmet)
+    measured = f"at most {peak / 1e9:.1f} GB a rank, at least {rate:,.0f} tokens/s"
+    return (
+        f"Ready for production: every scenario passes, no gradient is missing, at production size on a GPU; {measured}."
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.training.run import PREEMPTED
+from tests_cpu.sockets import free_port
 
 if TYPE_CHECKING:
     from pytest_nsa.fixtures import Group
@@ -30,19 +30,9 @@ def kill_and_resume(config: Path, settings: Mapping[str, Any], group: Group, fol
     """
     killed, resumed = folder / "killed", folder / "resumed"
     checkpoint = killed / "checkpoints" / f"step_{SAVED:08d}"
-    command = [
-        sys.executable,
-        "-m",
-        "nsa.train",
-        "--config",
-        str(config),
-        "--steps",
-        str(STEPS),
-        "--save-every",
-        str(SAVED),
-    ]
+    command = [sys.executable, "-m", "nsa.train", f"--config={config}", f"--steps={STEPS}", f"--save-every={SAVED}"]
     # As this rank's group: its GPU is the only one that the process sees.
-    command += ["--device", group.device.partition(":")[0]]
+    command.append(f"--device={group.device.partition(':')[0]}")
     settings = {**settings, "parallel.backend": group.backend}
     given = {name: value for name, value in settings.items() if name != "train.steps"}
     command += [f"--set={n}={value if isinstance(value, str) else json.dumps(value)}" for n, value in given.items()]
@@ -101,11 +91,7 @@ def _free_port(group: Group) -> int:
     import torch
     import torch.distributed as dist
 
-    port = torch.zeros(1, dtype=torch.int64, device=group.device)
-    if group.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port += probe.getsockname()[1]
+    port = torch.tensor([free_port() if group.rank == 0 else 0], device=group.device)
     dist.broadcast(port, src=0)
     return int(port)
 

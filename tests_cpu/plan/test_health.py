@@ -18,7 +18,7 @@ from nsa.model.transformer import build_model
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import StepResult, Trainer
 from pytest_nsa.fixtures import Group
-from tests_cpu.plan import health, running, scenarios
+from tests_cpu.plan import faults, health, running, scenarios
 
 
 def dumps(folder: Path, size: Callable[[int], float]) -> None:
@@ -118,10 +118,14 @@ def test_a_model_that_waits_for_its_data(tmp_path: Path, waited: float, is_met: 
         check.at_the_end(tmp_path)
 
 
-def test_a_variable_that_nccl_does_not_heed() -> None:
-    health.assert_heeded("host:7 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1\n")
+def test_a_variable_that_nccl_does_not_heed(tmp_path: Path) -> None:
+    check, output = health.HeededByNccl(trainer_on("cpu"), 0, 1), tmp_path / "rank0" / "output.log"
+    output.parent.mkdir()
+    output.write_text("host:7 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1\n")
+    check.at_the_end(tmp_path)
+    output.write_text("host:7 [0] NCCL INFO Bootstrap: using eth0\n")
     with pytest.raises(AssertionError, match="does not tell"):
-        health.assert_heeded("host:7 [0] NCCL INFO Bootstrap: using eth0\n")
+        check.at_the_end(tmp_path)
 
 
 def small_trainer(folder: Path) -> Trainer:
@@ -132,23 +136,12 @@ def small_trainer(folder: Path) -> Trainer:
     return Trainer(config, RankInfo(), folder)
 
 
-def scales_under_autograd(block: torch.nn.Module) -> None:
-    """Let a block change its input where autograd does not look: what checkpointing recomputes then differs."""
-    forward = block.forward
-
-    def scaled(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        x.data.mul_(1.5)
-        return forward(x, *args)
-
-    block.forward = scaled
-
-
 @pytest.mark.parametrize("check", [health.Boundaries, health.InPlace])
 def test_a_block_that_changes_its_input_is_named(tmp_path: Path, check: type[health.Check]) -> None:
     trainer = small_trainer(tmp_path)
     batch = next(batches(open_source(trainer.config), Position(), 1, 0, 1))
     check(trainer, 0, 1).before_step([batch])  # as it is, it passes
-    scales_under_autograd(trainer.module.blocks[1])
+    faults.plant("inplace_write", trainer, culprit=0)
     named = "layer 1 checkpointed alone" if check is health.Boundaries else r"mul_ writes into input 0 of blocks\.1 at "
     with pytest.raises(AssertionError, match=named):
         check(trainer, 0, 1).before_step([batch])

@@ -16,42 +16,25 @@ from pytest_nsa.testing import HEADER, run_example
 from tests_cpu.namespaces import MOUNT, in_namespace
 from tests_cpu.warm import WarmPython
 
-
-@pytest.mark.parametrize(
-    "nodeid",
-    [
-        "a/b.py::test[x-/etc/passwd]",
-        "../../up.py::t",
-        "t.py::t[" + "x" * 500 + "]",
-        "t.py::t[ü\n\0]",
-        "::",
-        ".",
-        "..",
-        "",
-    ],
-)
-def test_names_from_ids_are_safe(nodeid: str) -> None:
-    name = safe_name(nodeid)
-    assert re.fullmatch(r"[A-Za-z0-9_.-]{1,120}", name)
-    assert not name.startswith(".")
+IDS = (
+    "a/b.py::test[x-/etc/passwd]", "../../up.py::t", "t.py::t[" + "x" * 500 + "]", "t.py::t[ü\n\0]", "::", ".", "..", "",
+    "t.py::a[1]", "t.py::a[1 ]", "t.py::a(1)", "t.py::a-1-",
+)  # fmt: skip
 
 
-def test_different_ids_have_different_names() -> None:
-    ids = ["t.py::a[1]", "t.py::a[1 ]", "t.py::a(1)", "t.py::a-1-"]
-    assert len({safe_name(i) for i in ids}) == len(ids)
+def test_names_from_ids_are_safe_and_differ() -> None:
+    names = [safe_name(nodeid) for nodeid in IDS]
+    assert [name for name in names if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,119}", name)] == []
+    assert len(set(names)) == len(IDS)
 
 
-def test_two_runs_in_one_second_are_two_folders(tmp_path: Path) -> None:
+def test_two_runs_in_one_second_are_two_folders_and_one_called_latest_is_left_alone(tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     assert first.path != second.path
     assert (tmp_path / "latest").resolve() == second.path
-
-
-def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    (tmp_path / "latest" / "mine.txt").touch()
-    assert RunFolder(tmp_path).path.is_dir()
-    assert (tmp_path / "latest" / "mine.txt").exists()
+    (tmp_path / "other" / "latest").mkdir(parents=True)
+    assert RunFolder(tmp_path / "other").path.is_dir()
+    assert not (tmp_path / "other" / "latest").is_symlink()
 
 
 def test_every_line_of_a_run_is_json_whatever_the_numbers(pytester: pytest.Pytester) -> None:
@@ -109,6 +92,10 @@ def test_b(group, trace):
 @scenario("three")
 @pytest.mark.xfail
 def test_c(group): assert group.rank == 2
+
+def test_leaves_nothing(group): pass
+
+def test_leaves_files(group, artifacts): (artifacts / f"{group.rank}.txt").touch()
 """
     result = run_example(pytester, source, "--ranks-artifacts", "evidence")
     run = (pytester.path / "evidence" / "latest").resolve()
@@ -127,7 +114,10 @@ def test_c(group): assert group.rank == 2
     assert "one [DDP] rank=1 bucket_elems=6 dtype=torch.float32" in (run / "ddp_buckets.txt").read_text()
     assert "[rank 1] [GRAD-TRACE] after_backward_step1 arrived=2 missing=0" in (run / "one" / "output.log").read_text()
     assert "FAIL two" in (run / "test_execution.log").read_text()
-    assert result.outcomes == {"passed": 1, "failed": 1, "xfailed": 1}
+    assert result.outcomes == {"passed": 3, "failed": 1, "xfailed": 1}
+    (left,) = {path.name for path in run.iterdir() if path.is_dir()} - {"one", "two", "three"}
+    assert {path.name for path in (run / left).glob("*.txt")} == {"0.txt", "1.txt", "result.txt"}
+    assert len({json.loads(line)["nodeid"] for line in (run / "verdicts.jsonl").read_text().splitlines()}) == 5
 
 
 def test_no_control_character_and_no_markup_of_a_test_s_reaches_the_reports(
@@ -169,8 +159,9 @@ def test_what_only_lists_writes_nothing(pytester: pytest.Pytester, lists: str) -
 
 
 @pytest.mark.parametrize(
-    ("ini", "message"),
+    ("given", "message"),
     [
+        *((f"--ranks-bisect={value}", f" {value}: must be NAME=A,B,...") for value in ("rate", "rate=", "1=2", "=a")),
         ("artifacts_dir=", " '': is the tests' root folder; give a folder for evidence alone"),
         ("ranks_artifacts_keep=few", "= 'few': must be a whole number of runs (0 keeps all)"),
         ("ranks_ahead=maybe", ": invalid truth value 'maybe': must be true or false"),
@@ -185,11 +176,13 @@ def test_what_only_lists_writes_nothing(pytester: pytest.Pytester, lists: str) -
         ("ranks_host_plugins=acts\n!acts", ": has both acts and !acts; remove one of them"),
     ],
 )
-def test_an_ini_value_that_cannot_be_used_is_refused(pytester: pytest.Pytester, ini: str, message: str) -> None:
-    name, _, _ = ini.partition("=")
+def test_a_setting_that_cannot_be_used_is_refused(pytester: pytest.Pytester, given: str, message: str) -> None:
+    name, _, _ = given.partition("=")
+    is_option = given.startswith("--")
     with pytest.raises(pytest.UsageError) as refused:
-        resolve(pytester.parseconfig("-o", ini))
-    assert f"ini {name}{message}" in str(refused.value).replace(f"ini {name} = ", f"ini {name}= ")
+        resolve(pytester.parseconfig(*(() if is_option else ("-o",)), given))
+    assert f"{name}{message}" in str(refused.value).replace(f"ini {name} = ", f"ini {name}= ")
+    assert is_option or f"ini {name}" in str(refused.value)
 
 
 def test_git_ignores_only_a_folder_that_was_empty_and_no_other_user_reads_a_run(pytester: pytest.Pytester) -> None:
@@ -293,13 +286,7 @@ def is_whole(run: Path) -> None:
     """Assert that a run's reports are there, and the verdict of the test that failed."""
     assert "rank 1 is wrong" in (run / "SUMMARY.md").read_text()
     assert (run / "report.html").is_file()
-    assert (run / "test_example.py-test_fail-" / "verdict.json").is_file() or list(run.glob("*test_fail*/verdict.json"))
-
-
-def left_elsewhere(folder: Path) -> None:
-    """Assert that the evidence of the test that failed is on another disk, with its verdict."""
-    (found,) = folder.glob("tmp/pytest-nsa-*/artifacts/*/*test_fail*/verdict.json")
-    assert "rank 1 is wrong" in found.read_text()
+    assert list(run.glob("*test_fail*/verdict.json"))
 
 
 def test_the_space_that_is_set_aside_holds_a_board(tmp_path: Path) -> None:
@@ -321,7 +308,8 @@ def test_a_disk_that_fills_up(warm: WarmPython, tmp_path: Path, options: tuple[s
     output, _ = run_on_a_small_disk(warm, tmp_path, "12m", *options, fill=True)
     assert "1 failed, 3 passed" in output, output
     assert output.count("No space left on device: evidence of further tests goes to") == 1
-    left_elsewhere(tmp_path)
+    (found,) = tmp_path.glob("tmp/pytest-nsa-*/artifacts/*/*test_fail*/verdict.json")  # on another disk
+    assert "rank 1 is wrong" in found.read_text()
 
 
 LIMITED = """

@@ -1,16 +1,14 @@
 """Further runs of a failed test: on other values or variables (a bisection), and a second one that names where its ranks parted."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.cli.main import main
-from pytest_nsa.settings import resolve
 from pytest_nsa.testing import ExampleResult, run_example
 from pytest_nsa.wire.files import read_lines
+from tests_cpu.plugin.sessions import find_line
 
 VALUES = """
 from pathlib import Path
@@ -90,12 +88,6 @@ def test_each_value_layer_and_branch_is_tried_after_a_control(pytester: pytest.P
     }
     assert {name: found[name][: len(text)] if text else found[name] for name, text in beginnings.items()} == beginnings
     assert result.outcomes == {"failed": len(beginnings)}
-
-
-@pytest.mark.parametrize("given", ["rate", "rate=", "1=2", "=a"])
-def test_what_names_no_value_is_refused(given: str, pytester: pytest.Pytester) -> None:
-    with pytest.raises(pytest.UsageError, match=r"must be NAME=A,B,\.\.\."):
-        resolve(pytester.parseconfig("--ranks-bisect", given))
 
 
 TRAPPED = """
@@ -179,20 +171,21 @@ PARTS = """
 """
 
 
-def get_line(result: ExampleResult, folder: Path) -> int:
-    lines = (folder / "test_example.py").read_text().splitlines()
-    return next(n for n, line in enumerate(lines, start=1) if line.endswith("# HERE"))
+def get_line(folder: Path) -> int:
+    return find_line((folder / "test_example.py").read_text(), "# HERE")
 
 
 def second_runs(result: ExampleResult) -> list[Path]:
     return sorted(result.run.glob("*/bisect-flow"))
 
 
-def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pytester) -> None:
+def test_the_verdict_names_the_statement_and_its_values(
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run_example(pytester, PARTS, *AGAIN)
     verdict = result.verdicts["test_it"]
     found = verdict.first_divergence
-    line = get_line(result, pytester.path)
+    line = get_line(pytester.path)
     assert (verdict.outcome, verdict.ranks, verdict.certain) == ("HANG", (1,), True)
     assert verdict.where == found["where"]
     assert found["where"] == f"test_example.py:{line} in test_it"
@@ -203,9 +196,9 @@ def test_the_verdict_names_the_statement_and_its_values(pytester: pytest.Pyteste
     page = (result.run / "report.html").read_text()
     assert 'class="excerpt diverged"' in page
     # With --sources, as the home folder is the tests' root here.
-    command = [sys.executable, "-m", "pytest_nsa", "diagnose", "--sources", "--json", str(second_runs(result)[0])]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
-    assert json.loads(done.stdout)["first_divergence"]["outcomes"] == found["outcomes"]
+    capsys.readouterr()
+    main(["diagnose", "--sources", "--json", str(second_runs(result)[0])])
+    assert json.loads(capsys.readouterr().out)["first_divergence"]["outcomes"] == found["outcomes"]
 
 
 def test_a_failure_that_does_not_come_again_stays_one(pytester: pytest.Pytester) -> None:
@@ -332,7 +325,7 @@ def test_a_failure_leads_to_the_statement_that_one_rank_executed_otherwise(
     result = run_example(pytester, source, *AGAIN)
     verdict = result.verdicts["test_it"]
     assert (verdict.cause, verdict.ranks) == (cause, ranks)
-    line = get_line(result, pytester.path)
+    line = get_line(pytester.path)
     found = verdict.first_divergence
     assert found["where"] in [f"test_example.py:{line - n} in test_it" for n in above]
     assert sorted(found["outcomes"].values()) == sides
@@ -359,7 +352,7 @@ PADS = """
 
 def test_the_sizes_of_a_call_lead_to_the_line_that_chose_them(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, PADS, *AGAIN)
-    verdict, line = result.verdicts["test_it"], get_line(result, pytester.path)
+    verdict, line = result.verdicts["test_it"], get_line(pytester.path)
     assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (1,))
     found = verdict.first_divergence
     assert (found["kind"], found["values"]["flat"]["1"]) == ("argument", "float32 [16]")

@@ -1,12 +1,12 @@
 """Runs beside each other: what was planted in the second is found, and between equal runs nothing."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.compare import Difference, compare
 from pytest_nsa.testing import HEADER, run_folder
@@ -45,38 +45,32 @@ def a_run(folder: Path, **variables: str) -> Path:
     return result.run
 
 
-def tell(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest_nsa", *map(str, arguments)]
-    return subprocess.run(command, text=True, capture_output=True, check=False)
-
-
-def test_a_lost_gradient_a_changed_cause_and_nothing_else(tmp_path: Path) -> None:
+def test_a_lost_gradient_a_changed_cause_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a busy machine changes, the time of a step, is left to `test_what_counts_as_worse`."""
     runs = {}
     for name, variables in {"a": {}, "new": {"OTHER": "1", "LOST": "1"}}.items():
         (tmp_path / name).mkdir()
         runs[name] = a_run(tmp_path / name, **variables)
-    worse = tell("compare", runs["a"], runs["new"])
-    assert worse.returncode == 1
-    rows = [line for line in worse.stdout.splitlines() if line.startswith("| test_example") and "| step |" not in line]
+    capsys.readouterr()
+    assert main(["compare", str(runs["a"]), str(runs["new"])]) == 1
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.startswith("| test_example") and "| step |" not in line]
     hooked = [path.read_text() for path in runs["new"].glob("*test_fails*/rank1/stacks.txt")]
     # If not, a busy machine gave the rank no CPU: the cause is wider then.
     if not any("in <lambda>" in stack for stack in hooked):
         rows = [row for row in rows if "test_fails | cause" not in row]
-    assert len(rows) == 2, worse.stdout
+    assert len(rows) == 2, printed
     assert any("test_fails | gradients missing" in row and "worse" in row for row in rows)
     assert any("test_cause | cause" in row and "worse" in row for row in rows)
-    refused = tell("compare", tmp_path, runs["a"])
-    assert refused.returncode == 2
-    assert "no run here" in refused.stderr
+    assert main(["compare", str(tmp_path), str(runs["a"])]) == 2
+    assert "no run here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "garbage\n"])
-def test_a_run_without_a_verdict_is_not_compared(tmp_path: Path, text: str) -> None:
+def test_a_run_without_a_verdict_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "verdicts.jsonl").write_text(text)
-    refused = tell("compare", tmp_path, tmp_path)
-    assert refused.returncode == 2
-    assert "its verdicts.jsonl has no verdict that can be read" in refused.stderr
+    assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
+    assert "its verdicts.jsonl has no verdict that can be read" in capsys.readouterr().err
 
 
 def figures(step: float, steps: int = 20, spread: float = 0.03, **more: float) -> dict[str, float]:
@@ -97,35 +91,30 @@ def kinds(found: list[Difference]) -> list[tuple[str, str, str]]:
     return [(d.test, d.what, d.kind) for d in found]
 
 
+SLEEPS = {"outcome": "HANG", "cause": "sleeping"}
+# The fields of a test in one run and in the next; None where it did not run.
+CHANGES: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
+    "slow": ({"figures": figures(10)}, {"figures": figures(13)}),
+    "noisy": ({"figures": figures(10, spread=0.3)}, {"figures": figures(13, spread=0.3)}),
+    "few": ({"figures": figures(10, steps=3)}, {"figures": figures(20, steps=3)}),
+    "instant": ({"figures": figures(0)}, {"figures": figures(0)}),
+    "heavy": ({"figures": {"peak_mib": 400, "added_mib": 60}}, {"figures": {"peak_mib": 400, "added_mib": 110}}),
+    "light": ({"figures": {"peak_mib": 400, "added_mib": 10}}, {"figures": {"peak_mib": 400, "added_mib": 20}}),
+    # A fork of a larger process.
+    "parent": ({"figures": {"peak_mib": 318, "added_mib": 60}}, {"figures": {"peak_mib": 379, "added_mib": 61}}),
+    "loss": ({"figures": {"loss": 2.0}}, {"figures": {"loss": 2.1}}),
+    "lost": ({**SLEEPS, "parameters_missing": ("a",)}, {**SLEEPS, "parameters_missing": ("a", "b")}),
+    "moved": ({**SLEEPS, "where": "a.py:3 in f"}, {**SLEEPS, "where": "a.py:9 in f"}),
+    "mended": ({"outcome": "FAIL", "cause": "assertion"}, {}),
+    "gone": ({}, None),
+    "new": (None, {}),
+}
+
+
 def test_what_counts_as_worse() -> None:
-    base = {
-        "slow": verdict("slow", figures=figures(10)),
-        "noisy": verdict("noisy", figures=figures(10, spread=0.3)),
-        "few": verdict("few", figures=figures(10, steps=3)),
-        "instant": verdict("instant", figures=figures(0)),
-        "heavy": verdict("heavy", figures={"peak_mib": 400, "added_mib": 60}),
-        "light": verdict("light", figures={"peak_mib": 400, "added_mib": 10}),
-        "parent": verdict("parent", figures={"peak_mib": 318, "added_mib": 60}),
-        "loss": verdict("loss", figures={"loss": 2.0}),
-        "lost": verdict("lost", "HANG", cause="sleeping", parameters_missing=("a",)),
-        "moved": verdict("moved", "HANG", cause="sleeping", ranks=(1,), where="a.py:3 in f"),
-        "mended": verdict("mended", "FAIL", cause="assertion"),
-        "gone": verdict("gone"),
-    }
-    new = {
-        "slow": verdict("slow", figures=figures(13)),
-        "noisy": verdict("noisy", figures=figures(13, spread=0.3)),
-        "few": verdict("few", figures=figures(20, steps=3)),
-        "instant": verdict("instant", figures=figures(0)),
-        "heavy": verdict("heavy", figures={"peak_mib": 400, "added_mib": 110}),
-        "light": verdict("light", figures={"peak_mib": 400, "added_mib": 20}),
-        "parent": verdict("parent", figures={"peak_mib": 379, "added_mib": 61}),  # a fork of a larger process
-        "loss": verdict("loss", figures={"loss": 2.1}),
-        "lost": verdict("lost", "HANG", cause="sleeping", parameters_missing=("a", "b")),
-        "moved": verdict("moved", "HANG", cause="sleeping", ranks=(1,), where="a.py:9 in f"),
-        "mended": verdict("mended"),
-        "new": verdict("new"),
-    }
+    base, new = (
+        {name: verdict(name, **runs[n]) for name, runs in CHANGES.items() if runs[n] is not None} for n in (0, 1)
+    )
     assert kinds(compare([base], [new])) == [
         ("slow", "step", "worse"),
         ("heavy", "added_mib", "worse"),

@@ -3,7 +3,6 @@
 One that is healthy does not notice that its processes are followed, whatever it replaces or compares.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.testing import run_example
+from tests_cpu.plugin.sessions import find_line, no_process_is_left, read_verdicts
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -23,7 +24,6 @@ from pathlib import Path
 
 def here(name):
     Path(name).touch()
-    Path("pids", str(os.getpid())).touch()
 
 def at_limit(*names):
     while not all(map(os.path.exists, names)):
@@ -191,6 +191,13 @@ def test_ignores_its_children():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     subprocess.run(["true"])
 """
+UNTOUCHED = """
+import os, subprocess
+
+def test_it():
+    assert not {n for n in os.environ if n.startswith("NSA_TRACE")}
+    assert subprocess.Popen._execute_child.__module__ == "subprocess"
+"""
 HANDLER_RAISES = """
 import signal
 import subprocess
@@ -209,7 +216,6 @@ def test_waits_for_a_child():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pids").mkdir()
     (tmp_path / "common.py").write_text(COMMON)
     (tmp_path / "workers.py").write_text("from common import here\n" + WORKERS)
     (tmp_path / "raises.py").write_text(RAISES_SCRIPT)
@@ -232,7 +238,7 @@ def environment() -> dict[str, str]:
 def run(warm: WarmPython, folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
     line = command(*arguments)[1:]
-    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170, nursery=True)
+    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170)
 
 
 def run_cold(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -242,40 +248,24 @@ def run_cold(folder: Path, source: str, *arguments: str) -> subprocess.Completed
     return subprocess.run(command(*arguments), cwd=folder, env=environment(), check=False, timeout=170, **output)
 
 
-def verdict(folder: Path) -> dict[str, object]:
-    (line,) = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
-    found: dict[str, object] = json.loads(line)
+def blamed(folder: Path) -> Verdict:
+    (found,) = read_verdicts(folder).values()
     return found
-
-
-def get_line(source: str, marker: str) -> int:
-    return next(i for i, line in enumerate(source.splitlines(), 1) if marker in line)
-
-
-def alive(folder: Path) -> list[int]:
-    """Return the children that still run."""
-    return [
-        int(p.name) for p in (folder / "pids").iterdir() if Path("/proc", p.name).exists() and not _is_zombie(p.name)
-    ]
-
-
-def _is_zombie(pid: str) -> bool:
-    return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def run_here(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
     pytester.makepyfile(test_it=source)
-    return pytester.runpytest_subprocess("--ranks-descendants=report", "-p", "no:randomly", *options, timeout=120)
+    return pytester.runpytest_subprocess("--ranks-descendants=report", *options, timeout=120)
 
 
 def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(warm: WarmPython, folder: Path) -> None:
     done = run(warm, folder, SPAWN)
-    found = verdict(folder)
-    assert (found["cause"], found["ranks"]) == ("skipped_collective", [1]), done.stdout
-    assert f"workers.py:{get_line(WORKERS, 'HERE') + 1} in worker" in str(found["where"])
+    found = blamed(folder)
+    assert (found.cause, found.ranks) == ("skipped_collective", (1,)), done.stdout
+    assert f"workers.py:{find_line(WORKERS, 'HERE') + 1} in worker" in found.where
     assert " - HANG: rank 1 of 2" in next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
     assert "1 failed" in done.stdout
-    assert alive(folder) == []
+    no_process_is_left(folder)
     failure = ET.parse(folder / "junit.xml").find(".//failure")
     assert failure.get("message", "").startswith("HANG: rank 1 of 2, skipped_collective")
     assert "from pytest-timeout" in (failure.text or ""), "what pytest-timeout says stays below the verdict"
@@ -287,7 +277,7 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
     done = run(warm, folder, RAISES, "-o", "ranks_mask_output=true")
     failure = ET.parse(folder / "junit.xml").find(".//failure")
     assert failure.get("message", "").startswith("FAIL: rank 1 of 2, rank_exception"), done.stdout
-    for text in ("beyond tolerance", f"raises.py:{get_line(RAISES_SCRIPT, 'HERE')}", "assert done.returncode == 0"):
+    for text in ("beyond tolerance", f"raises.py:{find_line(RAISES_SCRIPT, 'HERE')}", "assert done.returncode == 0"):
         assert text in (failure.text or "")
     latest = folder / "artifacts" / "latest"
     assert [path for path in latest.rglob("*") if path.is_file() and b"urltoken55" in path.read_bytes()] == []
@@ -297,8 +287,10 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: W
 @pytest.mark.parametrize(
     ("source", "place"),
     [
-        pytest.param(LOADER, f"test_it.py:{get_line(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
-        pytest.param(SPAWNED, f"test_it.py:{get_line(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"),
+        pytest.param(LOADER, f"test_it.py:{find_line(LOADER, 'os.read')} in __getitem__", id="a loader's workers"),
+        pytest.param(
+            SPAWNED, f"test_it.py:{find_line(SPAWNED, 'with lock')} in inner", id="threads of a spawned child"
+        ),
     ],
 )
 def test_processes_that_are_no_ranks_show_their_lines_and_block_no_session(
@@ -326,9 +318,9 @@ def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: P
     )
     assert "nsa: after the last test: skipped_collective on rank 1 at workers.py" in named
     assert "HANG: rank 1 of 2" in ended
-    assert verdict(folder)["ranks"] == [1]
+    assert blamed(folder).ranks == (1,)
     assert "rank 1" in (folder / "artifacts" / "latest" / "SUMMARY.md").read_text()
-    assert alive(folder) == []
+    no_process_is_left(folder)
 
 
 @pytest.mark.parametrize(("source", "fails"), [(MANAGER, "true"), (AT_EXIT, "false")])
@@ -347,7 +339,7 @@ def test_a_thread_that_keeps_a_session_from_ending_is_named_unless_it_computes(
     with subprocess.Popen(command(), cwd=folder, env=environment(), **output) as session:
         shown = next((line for line in session.stderr if "the session is over" in line), "")
         session.kill()
-    assert shown.rstrip().endswith(f"test_it.py:{get_line(THREAD, line)} in {fault}") == bool(line)
+    assert shown.rstrip().endswith(f"test_it.py:{find_line(THREAD, line)} in {fault}") == bool(line)
     assert session.returncode == (-9 if line else 0)
 
 
@@ -356,8 +348,8 @@ def test_ctrl_c_reports_and_ends(warm: WarmPython, folder: Path) -> None:
     done = run(warm, folder, SPAWN.replace("    at_limit(", f"    {interrupts}\n    0 and at_limit("))
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert "interrupted; until then" in done.stdout
-    assert verdict(folder)["ranks"] == [1], done.stdout
-    assert alive(folder) == []
+    assert blamed(folder).ranks == (1,), done.stdout
+    no_process_is_left(folder)
 
 
 def test_a_handler_of_the_program_does_not_take_the_place_of_the_time_limit(pytester: pytest.Pytester) -> None:
@@ -373,11 +365,7 @@ def test_a_handler_of_the_program_is_called_for_its_own_children_alone(pytester:
 
 
 def test_off_is_the_default_and_changes_nothing(warm: WarmPython, folder: Path) -> None:
-    source = (
-        "import os, subprocess\n\ndef test_it():\n    assert not {n for n in os.environ if n.startswith('NSA_TRACE')}\n"
-        + ("    assert subprocess.Popen._execute_child.__module__ == 'subprocess'\n")
-    )
-    (folder / "test_it.py").write_text(source)
+    (folder / "test_it.py").write_text(UNTOUCHED)
     line = [part for part in command()[1:] if not part.startswith("--ranks-descendants")]
     assert warm.call(*line, cwd=folder, env=environment()).returncode == 0
     done = run(warm, folder, "", "-o", "ranks_descendants=kill")

@@ -23,17 +23,12 @@ def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    done = call(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return next(folder.glob("pytest_nsa-*.whl"))
-
-
-@pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the interpreter of a fresh environment with the wheel; it borrows torch and pytest from ours, to save gigabytes."""
     folder = tmp_path_factory.mktemp("venv")
+    done = call(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("pytest_nsa-*.whl")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     install = ("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)

@@ -3,7 +3,6 @@ what was seen until then is on disk and `pytest-nsa diagnose` reports it; no pro
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -11,16 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from pytest_nsa.cli.main import main
+from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.system.procfs import list_children
-from pytest_nsa.testing import HEADER, read_result, run_example
+from pytest_nsa.testing import HEADER, run_example
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
+from tests_cpu.plugin.sessions import no_process_is_left, read_verdicts, start_session, wait_for
 from tests_cpu.warm import WarmPython
 
 TERM, HUP, QUIT, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT
@@ -125,18 +126,10 @@ def test_a_signal_during_collection_leaves_no_process(warm: WarmPython, tmp_path
     no_process_is_left(tmp_path)
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", *arguments], cwd=folder, text=True, capture_output=True, timeout=60
-    )
-    print(done.stdout, done.stderr)
-    return done
-
-
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_killed_run_is_reported_later_and_the_next_session_notices(
-    warm: WarmPython, tmp_path: Path, workers: str
+    warm: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
     end(warm, tmp_path, "a hang", [signal.SIGKILL], "-n", workers, group=workers != "0")
     run = (tmp_path / "artifacts" / "latest").resolve()
@@ -145,56 +138,14 @@ def test_a_killed_run_is_reported_later_and_the_next_session_notices(
     again = warm.call("-m", "pytest", "-p", "no:cacheprovider", cwd=tmp_path)
     said = f"artifacts/{run.name} was cut off: pytest-nsa report artifacts/{run.name} writes its SUMMARY.md"
     assert said in again.stdout
-    done = command(tmp_path, "report", f"artifacts/{run.name}")
-    assert done.returncode == 1
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", f"artifacts/{run.name}"]) == 1
     summary = (run / "SUMMARY.md").read_text()
     assert summary.startswith("INTERRUPTED")
     assert "1 PASS." in summary  # test_before
     assert (run / "report.html").read_text().endswith("</html>\n")
-    before = (run / "SUMMARY.md").read_text()
-    assert command(tmp_path, "report", str(run)).returncode == 1
-    assert (run / "SUMMARY.md").read_text().partition("\n")[2] in before  # the same text
-
-
-def make_run(root: Path, number: int, *, failed: int = 0, finished: bool = True) -> Path:
-    run = root / f"test_engineer_20260101_{number:06}"
-    run.mkdir(parents=True)
-    (run / "env.json").write_text('{"schema": 1, "python": "3.11", "system": "Linux", "variables": {}}')
-    if finished:
-        (run / "run.json").write_text(f'{{"schema": 1, "failed": {failed}, "time": {number}, "interrupted": false}}')
-    os.utime(run, (number, number))
-    return run
-
-
-def test_old_runs_go_and_nothing_else(tmp_path: Path) -> None:
-    root = tmp_path / "artifacts"
-    made = [make_run(root, n, failed=int(n in (1, 3))) for n in range(1, 8)]
-    made[4] = made[4].rename(root / "run_20260101_000005")  # of a repository without a plan
-    unfinished = make_run(root, 0, finished=False)
-    foreign = root / "test_engineer_notes"
-    foreign.mkdir()
-    elsewhere = make_run(tmp_path / "elsewhere", 0)
-    (root / "test_engineer_link").symlink_to(elsewhere)
-    with (made[1] / ".in_use").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        done = command(tmp_path, "clean", "--keep", "2", "--keep-failed", "1", "--dry-run")
-        assert done.stdout.splitlines() == [f"artifacts/{made[n - 1].name}" for n in (5, 4, 2, 1)]
-        done = command(tmp_path, "clean", "--keep", "2", "--keep-failed", "1")
-        assert done.stdout.splitlines() == [f"artifacts/{made[n - 1].name}" for n in (5, 4, 1)]  # one is in use
-    assert {path.name for path in root.iterdir()} == {
-        *(made[n - 1].name for n in (7, 6, 3, 2)), unfinished.name, foreign.name, "test_engineer_link",
-    }  # fmt: skip
-    assert elsewhere.is_dir()
-    assert command(tmp_path, "clean", "nowhere").returncode == 2
-
-
-def test_a_session_keeps_as_many_runs_as_the_setting_names(pytester: pytest.Pytester) -> None:
-    root = pytester.path / "artifacts"
-    made = [make_run(root, n, failed=int(n == 1)) for n in range(1, 6)]
-    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "-o", "ranks_artifacts_keep=3")
-    assert result.outcomes == {"passed": 1}
-    left = {path.name for path in root.iterdir() if not path.is_symlink() and path.is_dir()}
-    assert left == {result.run.name, *(made[n - 1].name for n in (5, 4, 1))}
+    assert main(["report", str(run)]) == 1
+    assert (run / "SUMMARY.md").read_text().partition("\n")[2] in summary  # the same text
 
 
 @pytest.mark.slow
@@ -258,36 +209,42 @@ def session(warm: WarmPython, tmp_path: Path, request: pytest.FixtureRequest) ->
     process.wait()
 
 
-def diagnosed(run: Path) -> dict[str, object]:
-    command = [sys.executable, "-m", "pytest_nsa", "diagnose", str(run), "--json"]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
-    verdict: dict[str, object] = json.loads(done.stdout)
-    return verdict
+@pytest.fixture
+def diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], Verdict]:
+    """Return a function that diagnoses what a session has left."""
+
+    def diagnose() -> Verdict:
+        assert main(["diagnose", str(tmp_path / "artifacts" / "latest"), "--json"]) == 1
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return Verdict.from_json(json.loads(printed.out))
+
+    return diagnose
 
 
-SLOW = [pytest.param(killed, marks=pytest.mark.slow) for killed in ("all", "zygote and ranks")]
+KILLED = {"host": slice(1), "zygote": slice(1, 2), "all": slice(None), "zygote and ranks": slice(1, None)}
 
 
-@pytest.mark.parametrize("killed", ["host", "zygote", *SLOW])
-def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[str], killed: str) -> None:
+@pytest.mark.parametrize(
+    "killed", [pytest.param(k, marks=pytest.mark.slow if k in ("all", "zygote and ranks") else ()) for k in KILLED]
+)
+def test_who_is_killed(
+    tmp_path: Path, session: subprocess.Popen[str], diagnosed: Callable[[], Verdict], killed: str
+) -> None:
     run = tmp_path / "artifacts" / "latest"
     wait_for(lambda: list(run.glob("*test_waits*/suspicions.jsonl")), session)
     assert len(tree(session.pid)) == 4
-    kill(
-        session,
-        {"all": slice(None), "host": slice(1), "zygote": slice(1, 2), "zygote and ranks": slice(1, None)}[killed],
-    )
-    verdict = diagnosed(run)
-    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
-    assert str(verdict["where"]).startswith("test_example.py:")
-    assert ("the ranks were lost" in "; ".join([verdict["reason"], *verdict["because"]])) == (
-        not killed.startswith(("all", "host"))
-    )
+    kill(session, KILLED[killed])
+    verdict = diagnosed()
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
+    assert verdict.where.startswith("test_example.py:")
+    assert ("the ranks were lost" in verdict.explanation) == killed.startswith("zygote")
 
 
 @pytest.mark.parametrize("moment", ["job.json", "rank1/board.bin", "rank1/stall.json", "stall"])
-def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[str], moment: str) -> None:
+def test_all_are_killed_at(
+    tmp_path: Path, session: subprocess.Popen[str], diagnosed: Callable[[], Verdict], moment: str
+) -> None:
     """At earlier moments less is known: then the cause is unknown, and no other one."""
     run = tmp_path / "artifacts" / "latest"
 
@@ -301,13 +258,15 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[str], momen
 
     wait_for(seen, session)
     kill(session)
-    verdict = diagnosed(run)
-    assert verdict["cause"] in {"sleeping"} | ({"unknown"} if moment != "stall" else set()), verdict
-    assert verdict["outcome"] != "PASS"
+    verdict = diagnosed()
+    assert verdict.cause in {"sleeping"} | ({"unknown"} if moment != "stall" else set()), verdict
+    assert verdict.outcome != "PASS"
 
 
 @pytest.mark.parametrize("session", [MOVES], indirect=True)
-def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Popen[str]) -> None:
+def test_all_are_killed_while_they_move(
+    tmp_path: Path, session: subprocess.Popen[str], diagnosed: Callable[[], Verdict]
+) -> None:
     """A rank that is in the middle of a collective at that moment is not blocked in it."""
     run = tmp_path / "artifacts" / "latest"
 
@@ -317,11 +276,9 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
 
     wait_for(both_have_reduced, session)
     kill(session)
-    verdict = diagnosed(run)
-    assert (verdict["outcome"], verdict["cause"]) == ("FAIL", "unknown")
-    assert "was killed while they made progress; rank 0 at test_example.py:" in "; ".join(
-        [verdict["reason"], *verdict["because"]]
-    )
+    verdict = diagnosed()
+    assert (verdict.outcome, verdict.cause) == ("FAIL", "unknown")
+    assert "was killed while they made progress; rank 0 at test_example.py:" in verdict.explanation
 
 
 @pytest.mark.slow
@@ -350,8 +307,7 @@ def test_reduces(group):
         cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     print(done.stdout, done.stderr)
-    result = read_result(tmp_path, pytest.RunResult(done.returncode, done.stdout.splitlines(), [], 0))
-    verdict = result.verdicts["test_reduces"]
+    verdict = read_verdicts(tmp_path)["test_reduces"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "transport_stuck", (0, 1))
     assert "test_example.py:13" in verdict.where
     assert "bytes unsent" in verdict.explanation
@@ -386,7 +342,7 @@ def test_fills_memory(group):
 
 
 def test_the_sender_of_a_signal(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, "import signal, subprocess\n" + SENDERS, "-o", "ranks_rerun=off")
+    result = run_example(pytester, "import signal, subprocess\n" + SENDERS)
     assert {name: (v.cause, v.ranks) for name, v in result.verdicts.items()} == dict.fromkeys(
         ("test_by_itself", "test_by_another_rank", "test_by_a_process"), ("rank_died", (1,))
     )
@@ -417,5 +373,5 @@ def test_the_kernel_ends_a_rank_for_memory(pytester: pytest.Pytester, little_mem
     command = f"echo $$ > {little_memory}/cgroup.procs; exec {sys.executable} -m pytest -p no:cacheprovider -o ranks_rerun=off"
     done = subprocess.run(["sh", "-c", command], cwd=pytester.path, timeout=120, check=False)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
-    (verdict,) = read_lines(pytester.path / "artifacts" / "latest" / "verdicts.jsonl")
-    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("FAIL", "oom", [1])
+    (verdict,) = read_verdicts(pytester.path).values()
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("FAIL", "oom", (1,))

@@ -8,6 +8,7 @@ import pytest
 from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.testing import HEADER, run_example
+from tests_cpu.plugin.sessions import find_line
 
 SOURCE = """
 @pytest.fixture
@@ -39,11 +40,11 @@ def test_known(group):
 
 
 def get_line(marker: str) -> int:
-    return next(i for i, line in enumerate((HEADER + SOURCE).splitlines(), 1) if line.endswith(f"# {marker}"))
+    return find_line(HEADER + SOURCE, f"# {marker}")
 
 
 def test_an_outcome_is_at_its_line_and_a_fixture_s_failure_is_an_error(pytester: pytest.Pytester) -> None:
-    options = ("--tb=short", "--junitxml=junit.xml", "-rs", "-p", "no:capture", "-p", "no:randomly")
+    options = ("--tb=short", "--junitxml=junit.xml", "-rs", "-p", "no:capture")
     result = run_example(pytester, SOURCE, *options)
     assert result.outcomes == {"failed": 1, "errors": 2, "skipped": 2, "xfailed": 1}
     assert "test_missing_fixture" not in result.verdicts, "a missing fixture starts no ranks"
@@ -153,7 +154,7 @@ def test_parts(group, subtests):
     group.barrier()
 """
     text = run_example(pytester, source).stdout
-    first = next(i for i, line in enumerate((HEADER + source).splitlines(), 1) if "i != 1" in line)
+    first = find_line(HEADER + source, "i != 1")
     for headline, place in (
         ("--- ranks 0, 1 ---\n[part] (i=1)\n", first), ("--- rank 1 ---\n[part] (i=2)\n", first + 1)
     ):  # fmt: skip
@@ -236,13 +237,9 @@ def test_asserts(group):
 """
 
 
-@pytest.fixture
-def on_github(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_side_has_a_label_at_its_line(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-
-
-def test_each_side_has_a_label_at_its_line(pytester: pytest.Pytester, on_github: None) -> None:
     result = run_example(pytester, HANGS, "--ranks-verbose")
     lines = (pytester.path / "test_example.py").read_text().splitlines()
     verdict = result.verdicts["test_skips"]
@@ -271,12 +268,11 @@ def test_ranks_that_only_raise_keep_pytest_s_form(pytester: pytest.Pytester) -> 
     assert ">       assert group.rank > 5" in result.stdout or ">   assert group.rank > 5" in result.stdout
 
 
-@pytest.mark.parametrize("name", CAUSES)
-def test_each_cause_has_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", name]) == 0
-    assert capsys.readouterr().out.startswith(f"# {name}\n")
-
-
-def test_a_name_that_is_no_cause_gets_the_nearest_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_cause_has_a_page_and_a_name_that_is_none_gets_the_nearest_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in CAUSES:
+        assert main(["explain", name]) == 0
+        assert capsys.readouterr().out.startswith(f"# {name}\n")
     assert main(["explain", "../skipped_colective"]) == 2
     assert "skipped_collective" in capsys.readouterr().err

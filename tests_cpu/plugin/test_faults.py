@@ -1,12 +1,12 @@
 """Real faults in tests on ranks: each is named in bounded time, nothing is left behind, and the next test passes."""
 
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from pytest_nsa.cli.main import main
 from pytest_nsa.testing import ExampleResult
 from tests_cpu.plugin.programs import differences, run_program
 from tests_cpu.plugin.sessions import no_process_is_left
@@ -38,6 +38,19 @@ def test_stacks_are_in_the_folder_and_in_the_report(faults: tuple[ExampleResult,
     assert (folder / "result.txt").read_text() == "HANG\n"
 
 
+def test_every_file_names_its_schema(faults: tuple[ExampleResult, Path]) -> None:
+    result, _ = faults
+    folder = result.folder("test_lock_in_backward")
+    files = (
+        result.run / "env.json",
+        result.run / "decision.json",
+        folder / "job.json",
+        folder / "rank1" / "stall.json",
+    )
+    assert [json.loads(file.read_text())["schema"] for file in (*files, folder / "verdict.json")] == [1, 1, 1, 1, 2]
+    assert json.loads((folder / "rank1" / "board.bin").read_bytes().partition(b"\0")[0])["schema"] >= 3
+
+
 def test_missing_parameters_are_those_of_the_interrupted_backward(faults: tuple[ExampleResult, Path]) -> None:
     assert faults[0].verdicts["test_lock_in_backward"].parameters_missing == ("0.weight", "0.bias")
     assert faults[0].verdicts["test_raises"].parameters_missing == ()
@@ -63,13 +76,11 @@ def test_traces_log_of_a_stall_has_what_the_tracer_could_not_print(faults: tuple
     ]
 
 
-def test_diagnose_gives_the_same_from_the_folder(faults: tuple[ExampleResult, Path]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", str(faults[0].run)], text=True, capture_output=True, timeout=60
-    )
-    assert done.returncode == 1
-    blocks = {block.partition("\n")[0].rpartition("::")[2]: block for block in done.stdout.split("\n\n")}
-    failed = {name: verdict for name, verdict in faults[0].verdicts.items() if verdict.failed}
-    for name, verdict in failed.items():
-        assert f"{verdict.outcome}: " in blocks[name]
-        assert verdict.cause in blocks[name]
+def test_diagnose_gives_the_same_from_the_folder(
+    faults: tuple[ExampleResult, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", str(faults[0].run)]) == 1
+    printed = capsys.readouterr().out.split("\n\n")
+    blocks = {block.partition("\n")[0].rpartition("::")[2]: block for block in printed}
+    for name, verdict in faults[0].verdicts.items():
+        assert not verdict.failed or (f"{verdict.outcome}: " in blocks[name] and verdict.cause in blocks[name])

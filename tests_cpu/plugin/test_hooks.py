@@ -59,6 +59,7 @@ def test_one_that_fails_costs_no_report(pytester: pytest.Pytester, body: str, me
     assert "do the verdicts name one cause? yes: assertion" in (result.run / "SUMMARY.md").read_text()
 
 
+DOWNSTREAM_CONFTEST = Path(__file__).resolve().parents[2] / "examples" / "downstream" / "tests" / "conftest.py"
 DOWNSTREAM = """
 class Own(torch.nn.Linear):
     def parallelize(self, parallel, device):
@@ -99,15 +100,14 @@ def test_foreseen(group, artifacts):
 def hooked(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
     """A run of tests beside the conftest.py of examples/downstream, which implements every hook."""
     folder = tmp_path_factory.mktemp("hooked")
-    example = Path(__file__).resolve().parents[2] / "examples" / "downstream" / "tests" / "conftest.py"
-    (folder / "conftest.py").write_text(example.read_text())
+    (folder / "conftest.py").write_text(DOWNSTREAM_CONFTEST.read_text())
     (folder / "test_example.py").write_text(HEADER + DOWNSTREAM)
     return run_folder(folder, "-o", "ranks_hang_after=2")
 
 
 def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
     assert hooked.outcomes == {"passed": 2, "failed": 1, "errors": 1, "xfailed": 1}
-    lost = hooked.verdicts["licence"] if "licence" in hooked.verdicts else hooked.verdicts["test_licence_goes"]
+    lost = hooked.verdicts["test_licence_goes"]
     assert (lost.cause, lost.ranks, lost.retry) == ("licence_lost", (1,), "once")
     assert lost.rule == "conftest.licence_lost"
     assert lost.advice == "free a seat and run it again"
@@ -119,31 +119,31 @@ def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
 
 
 def test_without_the_plugin_its_hooks_are_no_error(pytester: pytest.Pytester) -> None:
-    example = Path(__file__).resolve().parents[2] / "examples" / "downstream" / "tests" / "conftest.py"
-    pytester.makeconftest(example.read_text())
+    pytester.makeconftest(DOWNSTREAM_CONFTEST.read_text())
     pytester.makepyfile("def test_plain(): pass")
     result = pytester.runpytest_subprocess("-p", "no:nsa")
     result.assert_outcomes(passed=1)
 
 
-WRONG = {
-    "causes": ("return [1]", "pytest_nsa_causes: 1: give pairs of a Cause and a function"),
-    "twice": (
-        "from pytest_nsa.diagnosis.causes import CAUSES\n    return [(CAUSES['sleeping'], print)]",
-        "pytest_nsa_causes: 'sleeping' is a cause already",
-    ),
-    "scenarios": ("return {'a b': ''}", "pytest_nsa_scenarios: 'a b': takes one name of letters"),
-}
-
-
-@pytest.mark.parametrize("which", WRONG)
-def test_what_a_hook_gets_wrong_is_said_before_any_rank_runs(pytester: pytest.Pytester, which: str) -> None:
-    body, message = WRONG[which]
-    hook = "pytest_nsa_scenarios" if which == "scenarios" else "pytest_nsa_causes"
-    pytester.makeconftest(f"def {hook}(config):\n    {body}\n")
+@pytest.mark.parametrize(
+    ("hook", "body", "message"),
+    [
+        ("causes", "return [1]", "1: give pairs of a Cause and a function"),
+        (
+            "causes",
+            "from pytest_nsa.diagnosis.causes import CAUSES\n    return [(CAUSES['sleeping'], print)]",
+            "'sleeping' is a cause already",
+        ),
+        ("scenarios", "return {'a b': ''}", "'a b': takes one name of letters"),
+    ],
+)
+def test_what_a_hook_gets_wrong_is_said_before_any_rank_runs(
+    pytester: pytest.Pytester, hook: str, body: str, message: str
+) -> None:
+    pytester.makeconftest(f"def pytest_nsa_{hook}(config):\n    {body}\n")
     result = run_example(pytester, SOURCE)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
-    assert message in result.stderr
+    assert f"pytest_nsa_{hook}: {message}" in result.stderr
     assert not result.verdicts
 
 

@@ -78,8 +78,7 @@ assert len(CANARIES) == 22
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: str) -> ExampleResult:
     monkeypatch.setenv("NCCL_AUTH_TOKEN", VARIABLES[0])
     monkeypatch.setenv("TORCH_HOME", f"https://me:{VARIABLES[1]}@host")
-    result = run_example(pytester, SOURCE, *options, "--junitxml=junit.xml")
-    return result
+    return run_example(pytester, SOURCE, *options, "--junitxml=junit.xml")
 
 
 def where(canaries: tuple[str, ...], result: ExampleResult) -> set[tuple[str, str]]:

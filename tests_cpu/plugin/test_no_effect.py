@@ -126,7 +126,7 @@ def test_a_mark_of_pytest_counts_where_the_repository_asks(
     pytester.makeini(f"[pytest]\n{ini}\n")
     source = f"{header}\nimport pytest\n@pytest.mark.world_size('two')\ndef test_it(): pass\n"
     (pytester.path / "test_it.py").write_text(source)
-    done = pytester.runpytest_subprocess("-p", "no:randomly")
+    done = pytester.runpytest_subprocess()
     done.assert_outcomes(**outcomes)
 
 

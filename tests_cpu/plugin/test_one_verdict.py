@@ -7,8 +7,8 @@ import pytest
 
 from pytest_nsa.cli.main import main
 from pytest_nsa.report.summary import read_entries
-from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_folder
-from tests_cpu.plugin.sessions import run_under_torchrun
+from pytest_nsa.testing import HEADER, ExampleResult, run_folder
+from tests_cpu.plugin.sessions import read_verdicts, run_under_torchrun
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -114,5 +114,4 @@ def test_under_a_launcher_it_is_the_same(
 ) -> None:
     write(tmp_path, source)
     run_under_torchrun(warm, tmp_path, "-o", "ranks_marks=true", *options)
-    result = read_result(tmp_path, pytest.RunResult(1, [], [], 0))
-    assert [(v.cause, v.ranks) for v in result.verdicts.values()] == [("clock_skew", (1,))]
+    assert [(v.cause, v.ranks) for v in read_verdicts(tmp_path).values()] == [("clock_skew", (1,))]

@@ -3,20 +3,15 @@ no ranks of ours, each process runs them, nothing that fails is hidden, and a te
 native code.
 """
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.testing import HEADER, read_result, run_example
-from tests_cpu.plugin.sessions import run_under_slurm, run_under_torchrun, start_slurm_task
+from pytest_nsa.testing import HEADER, run_example
+from tests_cpu.plugin.sessions import read_verdicts, run_under_slurm, run_under_torchrun, start_slurm_task
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -59,7 +54,6 @@ def test_in_every_process(): pass
 @world_size(2)
 def test_after(group): dist.barrier()
 """
-COUNTS = "3 failed, 5 passed, 1 skipped, 1 xfailed"
 
 
 @pytest.fixture(autouse=True)
@@ -68,36 +62,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "-o ranks_marks=true")
 
 
-def read_verdicts(folder: Path) -> dict[str, Verdict]:
-    return read_result(folder, pytest.RunResult(1, [], [], 0)).verdicts
-
-
-def check_report(text: str, run: Path) -> None:
-    assert text.count("test session starts") == 1  # one process reports
-    assert COUNTS in text
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("slurm", marks=pytest.mark.slow)])
+def test_one_process_reports_the_tests_on_ranks(warm: WarmPython, pytester: pytest.Pytester, launcher: str) -> None:
+    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
+    if launcher == "torchrun":
+        done = run_under_torchrun(warm, pytester.path, "-rs")
+        code, text = done.returncode, done.stdout
+    else:
+        (code, text), follower = run_under_slurm(warm, pytester.path, "-rs")
+        assert follower == (1, "")
+    assert code == 1
+    assert text.count("test session starts") == 1
+    assert "3 failed, 5 passed, 1 skipped, 1 xfailed" in text
     assert "FAIL: rank 1 of 2, rank_exception" in text
     assert "CRASH: rank 1 of 2, rank_died" in text
     assert "HANG: rank 1 of 2, skipped_collective" in text
     assert "needs 3 ranks, and the launcher has started 2" in text
-    folder = next(run.glob("*test_fails_on_rank_1*"))
+    folder = next((pytester.path / "artifacts" / "latest").glob("*test_fails_on_rank_1*"))
     assert (folder / "rank1" / "board.bin").is_file()
     assert "assert 1 == 0" in (folder / "rank1" / "reports.jsonl").read_text()
-
-
-def test_torchrun(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    done = run_under_torchrun(warm, pytester.path, "-rs")
-    assert done.returncode == 1
-    check_report(done.stdout, pytester.path / "artifacts" / "latest")
-
-
-@pytest.mark.slow
-def test_slurm_s_variables(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    (code, text), follower = run_under_slurm(warm, pytester.path, "-rs")
-    assert code == 1
-    check_report(text, pytester.path / "artifacts" / "latest")
-    assert follower == (1, "")
 
 
 @pytest.mark.slow
@@ -188,15 +171,6 @@ def pg():
 RANK = 'RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID")))\n'
 
 
-Torchrun = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def torchrun(warm: WarmPython, pytester: pytest.Pytester) -> Torchrun:
-    """Return a function that runs pytest on two ranks of torchrun's."""
-    return lambda *options: run_under_torchrun(warm, pytester.path, "--junitxml=junit.xml", *options)
-
-
 def results(folder: Path) -> dict[str, dict[str, str]]:
     """Return what became of each test, by testsuite."""
     found: dict[str, dict[str, str]] = {}
@@ -217,7 +191,7 @@ def write(pytester: pytest.Pytester, source: str) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + RANK + source)
 
 
-def test_what_fails_on_rank_1_alone_is_shown(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+def test_what_fails_on_rank_1_alone_is_shown(warm: WarmPython, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -226,7 +200,7 @@ def test_shard(): assert RANK < 1, "wrong shard on this rank"
 def test_other(): pass
 """,
     )
-    done = torchrun()
+    done = run_under_torchrun(warm, pytester.path)
     assert done.returncode == 1
     assert "AssertionError: wrong shard on this rank" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
@@ -252,9 +226,9 @@ def test_marked(group): dist.barrier()
 """
 
 
-def test_beside_a_marked_test_the_others_run_in_every_process(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+def test_beside_a_marked_test_the_others_run_in_every_process(warm: WarmPython, pytester: pytest.Pytester) -> None:
     write(pytester, MIXED)
-    done = torchrun("--timeout=60")
+    done = run_under_torchrun(warm, pytester.path, "--timeout=60")
     assert done.returncode == 1
     # Rank 0's process reports, and rank 1's what fails in it alone.
     assert done.stdout.count("test session starts") == 1
@@ -269,7 +243,7 @@ def test_beside_a_marked_test_the_others_run_in_every_process(torchrun: Torchrun
     }
 
 
-def test_a_test_past_its_limit_ends_with_rank_line_and_cause(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+def test_a_test_past_its_limit_ends_with_rank_line_and_cause(warm: WarmPython, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -283,7 +257,7 @@ def test_loss(pg):
 def test_next(pg): dist.barrier()
 """,
     )
-    done = torchrun("--timeout=8")
+    done = run_under_torchrun(warm, pytester.path, "--timeout=8")
     assert done.returncode == 1
     line = (HEADER + RANK).count("\n") + 6
     # Rank 1 is in the next test, with a limit that is over in the same moment: either clock may be the first.
@@ -302,7 +276,7 @@ def test_next(pg): dist.barrier()
     assert (run / "report.html").is_file()
 
 
-def test_a_rank_that_hangs_when_the_other_is_done_is_ended(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+def test_a_rank_that_hangs_when_the_other_is_done_is_ended(warm: WarmPython, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -314,14 +288,14 @@ def test_native():
         lock(mutex)  # no signal interrupts the second call
 """,
     )
-    done = torchrun("--timeout=3")
+    done = run_under_torchrun(warm, pytester.path, "--timeout=3")
     assert done.returncode == 1
     assert "[rank 1] HANG test_example.py::test_native: ended at its time limit of 3 s" in done.stdout
     assert results(pytester.path) == {"pytest": {"test_native": "passed"}, "pytest rank 1": {"test_native": "failure"}}
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_leaves_what_it_had_reported(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
+def test_a_process_that_dies_leaves_what_it_had_reported(warm: WarmPython, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -332,7 +306,7 @@ def test_dies():
         os.kill(os.getpid(), signal.SIGKILL)
 """,
     )
-    done = torchrun()
+    done = run_under_torchrun(warm, pytester.path)
     assert done.returncode == 1
     assert "[rank 0] FAILED test_example.py::test_first" in done.stdout
     assert "AssertionError: a failure before" in done.stdout
@@ -341,19 +315,11 @@ def test_dies():
 
 
 @pytest.mark.slow
-def test_a_group_by_env_shares_the_port_with_ours_where_no_launcher_keeps_a_store(pytester: pytest.Pytester) -> None:
-    """SLURM starts no store: rank 0's process serves both on MASTER_PORT."""
+def test_a_group_by_env_shares_the_port_with_ours_where_no_launcher_keeps_a_store(
+    warm: WarmPython, pytester: pytest.Pytester
+) -> None:
+    """Rank 0's process serves both on MASTER_PORT."""
     write(pytester, MIXED.replace("RANK < 1", "True"))
-    ranks = []
-    port = str(free_port())
-    for rank in range(2):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--timeout=60"]
-        ranks.append(
-            subprocess.Popen(
-                command, cwd=pytester.path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
-    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], texts
-    assert "3 passed" in texts[0]
+    ranks = run_under_slurm(warm, pytester.path, "--timeout=60", names=("RANK", "WORLD_SIZE"))
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    assert "3 passed" in ranks[0][1]

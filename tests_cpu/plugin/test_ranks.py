@@ -106,61 +106,41 @@ def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     assert properties["nsa.verdict"].startswith("FAIL: rank 1 of 2, assertion")
 
 
-def test_only_failures_keep_their_folder(pytester: pytest.Pytester) -> None:
-    source = """
-def test_a(group): pass
-def test_b(group, artifacts):
-    (artifacts / f'{group.rank}.txt').write_text('x')
-@scenario('named')
-@world_size(1)
-def test_c(group): pass
-"""
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 3}
-    folders = {p.name for p in result.run.iterdir() if p.is_dir()}
-    assert len(folders) == 2
-    assert (result.run / "named" / "result.txt").read_text() == "PASS\n"
-    assert sorted(p.name for p in result.folder("test_b").glob("*.txt")) == ["0.txt", "1.txt", "result.txt"]
-    assert len((result.run / "verdicts.jsonl").read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize("launch", ["fork", "clean", pytest.param("cold", marks=pytest.mark.slow)])
-def test_every_way_to_start_ranks(pytester: pytest.Pytester, launch: str) -> None:
-    source = (
-        "@world_size(2)\ndef test_a(group): dist.barrier()\n@world_size(2)\ndef test_b(group): assert group.rank == 0\n"
-    )
-    result = run_example(pytester, source, f"--ranks-launch={launch}", "--junitxml=r.xml", "--strict-config")
-    assert result.outcomes == {"passed": 1, "failed": 1}
-    assert result.verdicts["test_b"].ranks == (1,)
-    word = {"fork": "forked from this process", "clean": "a clean child pytest", "cold": "a new interpreter per rank"}[
-        launch
-    ]
-    assert f"ranks are {word}" in result.stdout or word in result.stdout
-    assert len(list(ElementTree.parse(pytester.path / "r.xml").iter("testcase"))) == 2
-
-
-def test_threads_of_a_plugin_mean_a_clean_child(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("""
+SPINS = """
 import os, threading
 def pytest_collection_modifyitems():
     if "PYTEST_NSA_ZYGOTE_FD" not in os.environ:  # a thread that only the host has
         def run(rest=threading.Event()):
             while not rest.wait(0.001): pass
         threading.Thread(target=run, daemon=True).start()
-""")
-    result = run_example(pytester, "@world_size(2)\ndef test_a(group): pass")
-    assert result.outcomes == {"passed": 1}
-    assert "a clean child pytest (other threads run here" in result.stdout
-
-
-def test_a_thread_that_rests_is_no_obstacle(pytester: pytest.Pytester) -> None:
-    source = """
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-def test_a(group): dist.barrier()
 """
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 1}
-    assert "forked from this process" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "conftest", "shown"),
+    [
+        (("--ranks-launch=fork",), "", "ranks are forked from this process"),
+        (("--ranks-launch=clean",), "", "a clean child pytest"),
+        pytest.param(("--ranks-launch=cold",), "", "a new interpreter per rank", marks=pytest.mark.slow),
+        ((), SPINS, "a clean child pytest (other threads run here"),
+        (
+            (),
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "forked from this process",
+        ),
+    ],
+    ids=["fork", "clean", "cold", "a thread runs", "a thread rests"],
+)
+def test_every_way_to_start_ranks(
+    pytester: pytest.Pytester, options: tuple[str, ...], conftest: str, shown: str
+) -> None:
+    pytester.makeconftest(conftest)
+    source = "def test_a(group): dist.barrier()\ndef test_b(group): assert group.rank == 0\n"
+    result = run_example(pytester, source, *options, "--junitxml=r.xml", "--strict-config")
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    assert result.verdicts["test_b"].ranks == (1,)
+    assert shown in result.stdout
+    assert len(list(ElementTree.parse(pytester.path / "r.xml").iter("testcase"))) == 2
 
 
 def test_a_zygote_that_dies_costs_one_test(pytester: pytest.Pytester) -> None:

@@ -27,25 +27,32 @@ def test_after(group): dist.barrier()
 """
 
 
-def test_pdb_attaches_to_the_rank_that_failed(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    text = debug(warm, pytester, FAILS, "p secret\nw\nc\n", "--pdb")
-    assert "(Pdb, rank 1) 41" in text
-    assert "assert group.rank != 1" in text
-    assert "1 failed, 1 passed" in text
-    assert text.count("a rank is in the debugger") == 1
-    assert "FAIL: rank 1 of 2, assertion" in text
-
-
-def test_pdb_of_another_rank_than_failed_is_not_entered(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    text = debug(warm, pytester, FAILS, "", "--pdb", "--ranks-pdb-rank=0")
-    assert "is in the debugger" not in text
-    assert "1 failed, 1 passed" in text
-
-
-def test_quitting_the_debugger_ends_the_session(warm: WarmPython, pytester: pytest.Pytester) -> None:
-    text = debug(warm, pytester, FAILS, "q\n", "--pdb")
-    assert "Exit: Quitting debugger" in text
-    assert "passed" not in text.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("typed", "options", "shown", "hidden"),
+    [
+        (
+            "p secret\nw\nc\n",
+            (),
+            ("(Pdb, rank 1) 41", "assert group.rank != 1", "1 failed, 1 passed", "FAIL: rank 1 of 2, assertion"),
+            "(Pdb, rank 0)",
+        ),
+        ("", ("--ranks-pdb-rank=0",), ("1 failed, 1 passed",), "is in the debugger"),
+        ("q\n", (), ("Exit: Quitting debugger",), "1 passed"),
+    ],
+    ids=["the rank that failed", "another rank", "quitting ends the session"],
+)
+def test_pdb(
+    warm: WarmPython,
+    pytester: pytest.Pytester,
+    typed: str,
+    options: tuple[str, ...],
+    shown: tuple[str, ...],
+    hidden: str,
+) -> None:
+    text = debug(warm, pytester, FAILS, typed, "--pdb", *options)
+    assert [part for part in shown if part not in text] == []
+    assert hidden not in text
+    assert text.count("a rank is in the debugger") == (not options)
 
 
 BREAKS = """

@@ -1,6 +1,5 @@
 """What a session with ranks changes for the tests beside them, and for pytest's own options: nothing."""
 
-import subprocess
 import sys
 
 import pytest
@@ -81,7 +80,7 @@ def test_z_ranked(): pass
 
 @pytest.mark.parametrize("descendants", ["off", "report"])
 def test_plain_tests_find_signals_and_children_as_they_are(pytester: pytest.Pytester, descendants: str) -> None:
-    options = ("-p", "no:randomly", "-o", f"ranks_descendants={descendants}", "-o", "ranks_left_fails=true")
+    options = ("-o", f"ranks_descendants={descendants}", "-o", "ranks_left_fails=true")
     result = run_example(pytester, PLAIN, *options)
     assert (result.outcomes["passed"], result.returncode) == (7, 0)
     assert "another one serves since" in result.stdout
@@ -109,7 +108,7 @@ def test_real(tmp_path):
 
 
 def test_a_mock_of_a_group_is_gone_with_its_test(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, MOCKED, "-p", "no:randomly", "-o", "ranks_descendants=report")
+    result = run_example(pytester, MOCKED, "-o", "ranks_descendants=report")
     assert result.outcomes == {"passed": 2}
 
 
@@ -143,9 +142,8 @@ def test_ranks_have_the_interpreter_s_options(pytester: pytest.Pytester, launch:
             if __debug__ or not sys.flags.dev_mode:
                 pytest.fail(str(sys.flags))
     """)
-    command = [sys.executable, "-O", "-X", "dev", "-m", "pytest", f"--ranks-launch={launch}", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=pytester.path, text=True, capture_output=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = pytester.run(sys.executable, "-O", "-X", "dev", "-m", "pytest", f"--ranks-launch={launch}", timeout=120)
+    assert done.ret == 0
 
 
 def test_a_module_that_the_ranks_cannot_import_is_named(pytester: pytest.Pytester) -> None:
@@ -154,8 +152,7 @@ def test_a_module_that_the_ranks_cannot_import_is_named(pytester: pytest.Pyteste
         test_it="import only_of_the_host, pytest, pytest_nsa\n@pytest.mark.world_size(2)\ndef test_it(): pass"
     )
     pytester.makepyfile(run="import sys, pytest\nsys.path.append('lib')\nsys.exit(pytest.main(sys.argv[1:]))")
-    command = [sys.executable, "run.py", "--ranks-launch=clean", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=pytester.path, text=True, capture_output=True, timeout=120, check=False)
-    assert "a new `python -m pytest`: ModuleNotFoundError: No module named 'only_of_the_host'" in done.stdout
+    done = pytester.run(sys.executable, "run.py", "--ranks-launch=clean", timeout=120)
+    assert "a new `python -m pytest`: ModuleNotFoundError: No module named 'only_of_the_host'" in done.stdout.str()
     (log,) = pytester.path.glob("artifacts/run_*/zygote.log")
     assert "plugin is not registered" not in log.read_text()

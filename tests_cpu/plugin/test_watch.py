@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import Finding, Verdict
 from pytest_nsa.evidence.load import load
 from pytest_nsa.observe import observer
+from tests_cpu.plugin.sessions import list_processes, wait_for
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -68,24 +68,16 @@ def start(warm: WarmPython, folder: Path) -> Iterator[Start]:
                 "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
                 "training.py", fault,
                 cwd=folder, env={**env, "NSA_TRACE_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1"},
-                stdout=output, stderr=output, start_new_session=True, nursery=True,
+                stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
         started.append(process)
         return process
 
     yield begin
+    for pid in list_processes(folder):
+        os.kill(pid, signal.SIGKILL)
     for process in started:
-        pids = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_in(p, folder)]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-def _is_in(process: Path, folder: Path) -> bool:
-    try:
-        return os.readlink(process / "cwd") == str(folder)
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -94,33 +86,25 @@ def run(warm: WarmPython, folder: Path) -> Run:
     return lambda *arguments: warm.call("-m", "pytest_nsa", *arguments, cwd=folder, timeout=60)
 
 
-def wait_for_files(folder: Path, are_right: Callable[[list[Path]], bool]) -> None:
-    """Wait until the files of the ranks' heartbeats are right."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if are_right(list((folder / "run").glob("heartbeat_rank*.jsonl"))):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the training did not come so far within 60 s")
+def wait_for_ranks(folder: Path, step: str = "") -> None:
+    """Wait until both ranks have heartbeats, and these have recorded a step."""
 
+    def have_come() -> bool:
+        files = [*(folder / "run").glob("heartbeat_rank*.jsonl")]
+        return len(files) == 2 and all(step in file.read_text() for file in files)
 
-def wait_for_steps(folder: Path, steps: int) -> None:
-    """Wait until both ranks' heartbeats have recorded so many steps."""
-    wait_for_files(folder, lambda files: len(files) == 2 and all(f'"step": {steps}' in f.read_text() for f in files))
+    wait_for(have_come, limit_s=60)
 
 
 def follow(watcher: Watcher) -> Finding | Verdict | None:
     """Return what a watcher finds, or None once the ranks have ended."""
-    deadline = time.monotonic() + 60
-    while watcher.finding is None and not watcher.is_over and time.monotonic() < deadline:
-        watcher.look()
-        time.sleep(0.1)
+    wait_for(lambda: watcher.look() or watcher.finding or watcher.is_over, limit_s=60)
     return watcher.finding
 
 
 def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start: Start) -> None:
     start("sleeps")
-    wait_for_steps(folder, 20)
+    wait_for_ranks(folder, '"step": 20')
     done = run("watch", "--run", "run", "--once", "--json")
     seen = json.loads(done.stdout.splitlines()[-1])
     assert [r["rank"] for r in seen["ranks"]] == [0, 1]
@@ -146,7 +130,7 @@ def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start
 
 def test_ranks_that_end_no_wait_are_named_and_asked_for_their_counters(folder: Path, start: Start) -> None:
     start("crossed")
-    wait_for_files(folder, lambda files: len(files) == 2)
+    wait_for_ranks(folder)
     found = follow(Watcher(folder / "run"))
     assert (found.cause, found.ranks, found.where.rpartition(" in ")[2]) == ("p2p_unmatched", (0, 1), "<module>")
     assert isinstance(found, Finding)
@@ -160,7 +144,7 @@ def test_the_statement_at_which_recorded_ranks_part(
 ) -> None:
     monkeypatch.setenv("NSA_TRACE_FLOW", "1")
     start("calls")
-    wait_for_files(folder, lambda files: len(files) == 2)
+    wait_for_ranks(folder)
     watcher = Watcher(folder / "run")
     follow(watcher)
     (line,) = (line for line in watcher.lines() if line.startswith("diverged at "))
@@ -218,21 +202,18 @@ def test_what_keeps_a_program_from_ending_is_named_unless_it_may_end(tmp_path: P
     assert seen == (("lock_deadlock", function) if function else None)
 
 
-def test_what_ended_a_training_is_known_from_its_folder(run: Run, start: Start) -> None:
-    process = start("raises")
-    watcher = run("watch", "--run", "run")
-    process.wait()
+@pytest.mark.parametrize(
+    ("fault", "code", "outcome"), [("raises", 1, ("FAIL", "rank_exception", [1])), ("none", 0, ("PASS", "", []))]
+)
+def test_how_a_training_ended_is_known_while_it_is_watched_and_from_its_folder(
+    run: Run, folder: Path, start: Start, fault: str, code: int, outcome: tuple[str, str, list[int]]
+) -> None:
+    process = start(fault)
+    watched = run("watch", "--run", "run")
+    assert process.wait() == code, (folder / "output.txt").read_text()
+    assert code or (watched.returncode, "done" in watched.stdout) == (0, True)
     verdict = json.loads(run("diagnose", "run", "--json").stdout)
-    assert (verdict["cause"], verdict["ranks"]) == ("rank_exception", [1]), watcher.stdout
-
-
-def test_a_training_that_goes_well(run: Run, folder: Path, start: Start) -> None:
-    process = start("none")
-    done = run("watch", "--run", "run")
-    assert process.wait() == 0, (folder / "output.txt").read_text()
-    assert done.returncode == 0
-    assert "done" in done.stdout
-    assert json.loads(run("diagnose", "run", "--json").stdout)["outcome"] == "PASS"
+    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == outcome, watched.stdout
 
 
 def test_a_process_that_is_no_rank(run: Run) -> None:
@@ -397,25 +378,19 @@ def test_the_program_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("pytest_nsa.cli.nccl.AGAIN_S", 0.0)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     service = NcclService()
-    deadline = time.monotonic() + 30
-    while not service.lines and time.monotonic() < deadline:
-        service.look()
-        time.sleep(0.01)
+    wait_for(lambda: service.look() or service.lines, limit_s=30)
     service.close()
     assert service.lines == [
         "NCCL: communicator 0xabc of 2 ranks: rank 1 (node5, GPU 1, pid 101) is 1 AllReduce behind, and nothing moves"
     ]
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
-    hanging = NcclService()
-    hanging.look()
-    hanging.look()
-    assert hanging.lines == []
-    hanging.close()
-    monkeypatch.setenv("PATH", "/nowhere")
-    without = NcclService()
-    without.look()
-    without.close()
-    assert without.lines == []
+    for path in (os.environ["PATH"], "/nowhere"):
+        monkeypatch.setenv("PATH", path)
+        silent = NcclService()
+        silent.look()
+        silent.look()
+        silent.close()
+        assert silent.lines == []
 
 
 ALONE = """
@@ -481,10 +456,7 @@ def test_how_a_script_and_its_children_end_is_known(
 
 
 def test_a_rank_that_was_killed_is_named_where_the_launcher_ended_the_other(tmp_path: Path) -> None:
-    source = (
-        ALONE + "dist.barrier()\nif dist.get_rank() == 1:\n    os.kill(os.getpid(), 9)\nprint('here', flush=True)\n"
-    )
-    source += "import threading\nthreading.Event().wait()\n"
+    source = f"{ALONE}dist.barrier()\nif dist.get_rank() == 1:\n    os.kill(os.getpid(), 9)\nos.read(os.pipe()[0], 1)\n"
     port = free_port()
     ranks = [start_script(tmp_path, source, rank=rank, size=2, port=port) for rank in (0, 1)]
     ranks[1].wait(100)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pytest_nsa.cli.watch import LaunchedWatcher
 from pytest_nsa.observe.finders import launched_ranks
 from pytest_nsa.observe.second_look import find_py_spy
 from tests_cpu.foreign.cases import watchdog
+from tests_cpu.plugin.sessions import wait_for
 from tests_cpu.sockets import free_port
 
 TRAINING = """
@@ -92,29 +92,27 @@ def train(start: Start, tmp_path: Path) -> Callable[[str], list[subprocess.Popen
 
 def follow(pid: int, until: Callable[[LaunchedWatcher], bool], *, shows_all: bool = False) -> LaunchedWatcher:
     """Return the watcher of a job once a condition is true of it. ``shows_all``: it shows what --once does."""
-    deadline = time.monotonic() + 100
     watcher = LaunchedWatcher(launched_ranks(pid), pid)
     watcher.shows_all = shows_all
-    while not until(watcher):
-        assert time.monotonic() < deadline, watcher.lines()
-        watcher.look()
-        time.sleep(0.1)
+    look_until(watcher, until)
     return watcher
 
 
-def wait_for(path: Path, size: int = 1) -> None:
+def look_until(watcher: LaunchedWatcher, until: Callable[[LaunchedWatcher], object]) -> None:
+    """Look again and again until a condition is true of a watcher."""
+    wait_for(lambda: until(watcher) or watcher.look(), limit_s=100)
+
+
+def wait_for_file(path: Path, size: int = 1) -> None:
     """Wait until a process has written a file, of so many bytes at least."""
-    deadline = time.monotonic() + 60
-    while not path.exists() or path.stat().st_size < size:
-        assert time.monotonic() < deadline, path
-        time.sleep(0.05)
+    wait_for(lambda: path.exists() and path.stat().st_size >= size)
 
 
 def test_a_rank_that_skips_a_call_is_named_by_the_dumps_of_a_job(
     train: Callable[[str], list[subprocess.Popen[bytes]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = train("skips")
-    wait_for(tmp_path / "dump_1")
+    wait_for_file(tmp_path / "dump_1")
     watcher = follow(ranks[0].pid, lambda watcher: watcher.finding is not None, shows_all=True)
     assert watcher.finding.cause in DIFFERENT_CALLS
     assert watcher.finding.ranks == (1,)
@@ -134,7 +132,7 @@ def test_a_healthy_job_that_dumps_and_computes_is_not_announced(
     train: Callable[[str], list[subprocess.Popen[bytes]]], tmp_path: Path
 ) -> None:
     ranks = train("none")
-    wait_for(tmp_path / "dump_1")
+    wait_for_file(tmp_path / "dump_1")
 
     def is_over(watcher: LaunchedWatcher) -> bool:
         assert watcher.finding is None, watcher.lines()
@@ -150,7 +148,7 @@ def test_a_job_with_nothing_to_read_is_told_what_to_set(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = start(WAITS, ["a line", "a line"])
-    wait_for(tmp_path / "out_1.txt")
+    wait_for_file(tmp_path / "out_1.txt")
     assert main(["watch", str(ranks[0].pid), "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines[:2]] == [
@@ -173,20 +171,16 @@ def test_what_an_earlier_job_left_is_not_read(start: Start, tmp_path: Path) -> N
     os.mkfifo(tmp_path / "ask_1.pipe")
     names = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "dump_", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "ask_"}
     ranks = start(WAITS, ["begins", "begins"], "ab", **names)
-    wait_for(tmp_path / "out_1.txt", len(watchdog(1, 5, "ALLREDUCE", 9)) + 1)
+    wait_for_file(tmp_path / "out_1.txt", len(watchdog(1, 5, "ALLREDUCE", 9)) + 1)
     watcher = follow(ranks[1].pid, lambda watcher: watcher.observer.watch.stalled_s > 4.0)
     assert not [kind for kind in watcher.job.found.kinds if "stacks" not in kind]
     assert any(str(tmp_path / "ask_1.pipe") in line for line in watcher.lines())
     with (tmp_path / "out_1.txt").open("a") as log:
         log.write(watchdog(1, 7, "ALLREDUCE", 9))
-    while not watcher.job.has_stated_its_end():
-        watcher.look()
-        time.sleep(0.1)
+    look_until(watcher, lambda watcher: watcher.job.has_stated_its_end())
     assert [call.number for call in watcher.job.found.ranks[1].calls] == [7]
     (tmp_path / "dump_0").write_text("{")
-    while not watcher.job.found.unread:
-        watcher.look()
-        time.sleep(0.1)
+    look_until(watcher, lambda watcher: watcher.job.found.unread)
     assert any(str(tmp_path / "dump_0") in line for line in watcher.lines())
     watcher.close()
 
@@ -202,17 +196,14 @@ def test_what_a_launcher_states_after_its_ranks_have_ended_is_read(tmp_path: Pat
     script = LAUNCHER.format(python=sys.executable, waits=WAITS)
     with (tmp_path / "log.txt").open("wb") as output:
         launcher = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, stdout=output)
-    wait_for(tmp_path / "started")
-    deadline = time.monotonic() + 60
-    while len(ranks := launched_ranks(launcher.pid)) < 2:
-        assert time.monotonic() < deadline
+    wait_for_file(tmp_path / "started")
+    wait_for(lambda: len(launched_ranks(launcher.pid)) == 2)
+    ranks = launched_ranks(launcher.pid)
     watcher = LaunchedWatcher(ranks, launcher.pid)
     watcher.look()
     for pid in ranks.values():
         os.kill(pid, 9)
-    while not watcher.is_over:
-        watcher.look()
-        time.sleep(0.1)
+    look_until(watcher, lambda watcher: watcher.is_over)
     assert (watcher.finding.cause, watcher.finding.ranks) == ("rank_died", (1,))
     watcher.close()
     launcher.wait()

@@ -41,7 +41,7 @@ def test_the_test_of_a_killed_worker_has_a_verdict(pytester: pytest.Pytester) ->
         "    if item.name == 'test_kills_its_host' and not path.exists():  # ranks come later\n"
         "        path.write_text(str(os.getpid()))\n"
     )
-    result = run_example(pytester, PASSES + KILLS, "-p", "xdist", "-n2", "-p", "no:randomly")
+    result = run_example(pytester, PASSES + KILLS, "-p", "xdist", "-n2")
     assert result.outcomes == {"failed": 1, "passed": 1}
     verdict = result.verdicts["test_kills_its_host"]
     assert verdict.outcome != "PASS"
@@ -88,15 +88,7 @@ def test_passes_the_second_time(runs):
 def test_failures_without_a_verdict_are_named(pytester: pytest.Pytester) -> None:
     pytest.importorskip("pytest_rerunfailures", reason="the extra 'test' has it")
     pytester.makepyfile(test_later="import nowhere_to_be_found")
-    options = (
-        "-p",
-        "no:randomly",
-        "-p",
-        "rerunfailures",
-        "--continue-on-collection-errors",
-        "test_example.py",
-        "test_later.py",
-    )
+    options = ("-p", "rerunfailures", "--continue-on-collection-errors", "test_example.py", "test_later.py")
     result = run_example(pytester, PASSES + OTHERS, *options)
     assert result.outcomes == {"failed": 2, "errors": 2, "passed": 2, "rerun": 1}
     assert sentence(result) == (
@@ -129,7 +121,7 @@ def test_a_failure_with_a_verdict_comes_first(pytester: pytest.Pytester) -> None
     def test_launches_what_fails(launch):
         assert launch(fails, world_size=1).verdict.outcome == "PASS"
     """
-    result = run_example(pytester, source, "-p", "no:randomly")
+    result = run_example(pytester, source)
     assert result.outcomes == {"failed": 3, "passed": 1, "errors": 1}
     assert sentence(result).startswith("test_example.py::test_fails ends in FAIL")
     assert sentence(result).endswith(
@@ -148,7 +140,7 @@ def test_leases_that_another_user_holds_back_are_named(
         os.chown(folder, NUMBER, NUMBER)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared))
         source = PASSES + "\n@world_size(2)\n@pytest.mark.cores(1)\ndef test_leases(group): pass\n"
-        result = run_example(pytester, source, "-p", "no:randomly")
+        result = run_example(pytester, source)
     assert result.outcomes == {"failed": 1, "passed": 1}
     assert sentence(result).startswith("1 failure has no verdict: test_example.py::test_leases: ")
     assert str(folder) in sentence(result)

@@ -1,6 +1,5 @@
 """Worker groups before and after their test: forked ahead, shared by a class, joined in one store; what ranks leave running."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,29 +18,17 @@ def pids(result: ExampleResult, *names: str) -> list[tuple[str, ...]]:
     return [tuple(path.read_text() for path in sorted(folder.glob("pid*"))) for folder in folders]
 
 
-def test_every_test_has_fresh_processes_also_when_forked_ahead(pytester: pytest.Pytester) -> None:
-    source = (
-        PIDS
-        + """
+@pytest.mark.parametrize("arguments", [(), ("-o", "ranks_ahead=false"), ("-p", "no:timeout")])
+def test_worlds_of_several_sizes_follow_each_other_in_fresh_processes(
+    pytester: pytest.Pytester, arguments: tuple[str, ...]
+) -> None:
+    source = """
 seen = []
-@pytest.mark.parametrize("n", range(5))
-def test_it(group, n, artifacts):
-    leave(artifacts, group)
+
+@pytest.mark.parametrize("n", [pytest.param(n, marks=world_size(n)) for n in (2, 2, 2, 3, 1, 2, 4)])
+def test_it(group, n):
     seen.append(n)
     assert seen == [n]
-"""
-    )
-    result = run_example(pytester, source)
-    assert result.outcomes == {"passed": 5}
-    found = pids(result, *(f"test_it[{n}]" for n in range(5)))
-    assert len({pid for ranks in found for pid in ranks}) == 10
-
-
-@pytest.mark.parametrize("arguments", [(), ("-o", "ranks_ahead=false"), ("-p", "no:timeout")])
-def test_worlds_of_several_sizes_follow_each_other(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
-    source = """
-@pytest.mark.parametrize("n", [pytest.param(n, marks=world_size(n)) for n in (2, 3, 1, 2, 4)])
-def test_it(group, n):
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == n == group.world_size
@@ -56,7 +43,7 @@ def test_plain(): pass
 def test_after(group): dist.barrier()
 """
     result = run_example(pytester, source, *arguments)
-    assert result.outcomes == {"passed": 7, "failed": 1}
+    assert result.outcomes == {"passed": 9, "failed": 1}
     assert result.verdicts["test_dies"].cause == "rank_died"
     assert not (result.run / ".worker_groups").exists()  # type: ignore[operator]
 
@@ -202,23 +189,11 @@ keep = []
     # Of a loader's fork, from 3.12 on.
     result = run_example(pytester, source, "-W", "ignore:This process:DeprecationWarning")
     assert result.outcomes == {"passed": 2, "failed": 1, "warnings": 3}, result.stdout
-    left = [int(path.read_text()) for name in ("child", "session", "daemon", "orphan") for path in _files(result, name)]
+    left = [path for path in result.run.glob("*/*") if path.name in ("child", "session", "daemon", "orphan")]
     assert len(left) == 4
-    assert not [pid for pid in left if _is_there(pid)]
+    assert not [path.name for path in left if Path("/proc", path.read_text().strip()).exists()]
     for seconds in (1001, 1002, 1003):
         assert f"rank 1 left a process running, which was ended: sleep {seconds}" in result.stdout
-
-
-def _files(result: ExampleResult, name: str) -> list[Path]:
-    return list(result.run.glob(f"*/{name}"))
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_host_fixture_may_run_other_ranks_first(pytester: pytest.Pytester) -> None:
