@@ -1,8 +1,8 @@
 """pytest and other programs in forks of a process that has imported torch: each saves the two seconds of that import.
 
-A fork runs its program from its start, with its own working directory, environment and output. A run that must not find torch
-imported has a process of its own (the mark ``own_python``), and so has what is found by its environment or command line in /proc: a
-fork has those of the process that forks.
+A fork runs its program from its start, with its own working directory, environment and output; with a nursery, what the program
+starts is such a fork, too. A run that must not find torch imported has a process of its own (the mark ``own_python``), and so has
+what is found by its environment or command line in /proc: a fork has those of the process that forks.
 """
 
 import json
@@ -110,6 +110,7 @@ class WarmPython:
         """Start ``python ARGUMENTS``, given as -m MODULE, -c CODE or a file, as `subprocess.Popen` does with ``options``.
 
         Its sessions of pytest run without the plugins of `WITHOUT` that their command line does not name.
+        With ``nursery=True`` each Python that it starts is a fork with torch imported, too, and each that those start.
         """
         variables = dict(options.pop("env", None) or os.environ)
         variables["PYTEST_ADDOPTS"] = " ".join([*WITHOUT, variables.get("PYTEST_ADDOPTS", "")])
@@ -133,8 +134,8 @@ class WarmPython:
 class _Forked(subprocess.Popen[str]):
     """A process that the warm process forks: what `subprocess.Popen` does but for the start and the wait."""
 
-    def __init__(self, warm: WarmPython, *arguments: Any, **options: Any) -> None:
-        self._warm = warm
+    def __init__(self, warm: WarmPython, *arguments: Any, nursery: bool = False, **options: Any) -> None:
+        self._warm, self._nursery = warm, nursery
         super().__init__(*arguments, **options)
 
     def _execute_child(  # type: ignore[override]
@@ -155,6 +156,7 @@ class _Forked(subprocess.Popen[str]):
                 python=args[1:],
                 cwd=str(cwd or os.getcwd()),
                 session=start_new_session,
+                nursery=self._nursery,
             )
             self._child_created = True
         finally:

@@ -1,5 +1,6 @@
 """The server of `tests_cpu.warm`: it imports torch, pytest and the plugin. Usage: warm_server.py FD"""
 
+import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
@@ -9,16 +10,19 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 sys.path[0] = os.path.dirname(sys.path[0])  # `nsa`, which torch imports, is not tests_cpu/nsa
@@ -34,7 +38,7 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.utils.data  # noqa: E402
 
 PRCTL = ctypes.CDLL(None).prctl
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # What each session imports, of pytest, of xdist and of Python.
 SHARED = (
     *(f"_pytest.{name}" for name in (
@@ -45,6 +49,7 @@ SHARED = (
 )  # fmt: skip
 
 
+WITHOUT_TORCH = ("multiprocessing.resource_tracker", " -P ")  # in command lines: it would serve them nothing
 PLUGINS = ("xdist.plugin", "xdist.dsession", "xdist.looponfail", "pytest_timeout")
 
 
@@ -108,6 +113,77 @@ def _exit_handlers() -> Iterator[None]:
         atexit._run_exitfuncs()
 
 
+class Nursery:
+    """A child that stays what this process is now, and forks the Pythons that this process starts: with torch imported, too."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        if os.fork() == 0:
+            self._socket.close()
+            self._serve(theirs)
+        theirs.close()
+        self._owner, self._answers = os.getpid(), self._socket.makefile()
+        self._plain = _posixsubprocess.fork_exec
+        subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # Python 3.13 would start most by it
+        _posixsubprocess.fork_exec = subprocess._fork_exec = self._fork_exec  # type: ignore[attr-defined]
+
+    def _serve(self, sock: socket.socket) -> NoReturn:
+        """Fork for each request. The child's parent ends at once, so that its grandparent adopts it."""
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            request, fds = _receive(sock)
+            middle = os.fork()
+            if middle == 0:
+                middle = os.getpid()
+                child = os.fork()
+                if child == 0:
+                    sock.close()
+                    while os.getppid() == middle:
+                        time.sleep(0.001)
+                    _become(request, fds)
+                sock.sendall(b"%d" % child)
+                os._exit(0)
+            for number in fds:
+                os.close(number)
+            os.waitpid(middle, 0)
+            sock.sendall(b"\n")
+
+    def _fork_exec(
+        self, args: Sequence[Any], executables: Any, close_fds: bool, kept: Any, cwd: Any, env: Any, *rest: Any
+    ) -> int:
+        """Do what ``_posixsubprocess.fork_exec`` does, which is below subprocess and multiprocessing."""
+        stdin, _, _, stdout, _, stderr, _, errors, _, session = rest[:10]
+        words = [os.fsdecode(word) for word in args]
+        is_plain = words[0] != sys.executable or any(word in " ".join(words) for word in WITHOUT_TORCH)
+        if is_plain or os.getpid() != self._owner or callable(rest[15]):
+            return self._plain(args, executables, close_fds, kept, cwd, env, *rest)
+        numbers = [0, 1, 2, *(number for number in kept if number != errors)]
+        fds = [
+            number if fd == -1 else fd for number, fd in zip(numbers, (stdin, stdout, stderr), strict=False)
+        ] + numbers[3:]
+        variables = dict(os.fsdecode(line).split("=", 1) for line in (_environment_of_c() if env is None else env))
+        request = {
+            "python": words[1:], "fds": numbers, "env": variables, "cwd": os.fsdecode(cwd or os.getcwd()), "session": bool(session),
+            "nursery": True,
+        }  # fmt: skip
+        PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], fds)
+        answer = self._answers.readline()
+        PRCTL(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        return int(answer)
+
+
+def _environment_of_c() -> Iterator[bytes]:
+    """Yield the variables that a new program inherits: os.putenv sets them, and not those of os.environ."""
+    lines = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    number = 0
+    while (line := lines[number]) is not None:
+        yield line
+        number += 1
+
+
 def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return a request and its descriptors; exit when the other end has gone."""
     data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 100)
@@ -131,6 +207,8 @@ def _interpret(arguments: list[str]) -> int:
     if any(name.startswith("NSA_TRACE_") for name in os.environ):
         importlib.import_module("nsa.trace.autostart").autostart()  # as the import of torch does
     with _exit_handlers():
+        if (kind, what) == ("-m", "pytest") and re.search(r"(?:^| )-n ?\d", " ".join(rest)):
+            Nursery()  # of xdist's workers
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         elif kind == "-c":
@@ -173,6 +251,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if request.get("nursery"):
+            Nursery()
         code = _interpret(request["python"])
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

@@ -345,7 +345,7 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tm
     command = ["-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--steps", "100000", "--ddp", "1"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = warm.popen(*launcher, *command, "--out", str(tmp_path / "run"), cwd=ROOT, **pipes)
+    run = warm.popen(*launcher, *command, "--out", str(tmp_path / "run"), cwd=ROOT, nursery=True, **pipes)
     for line in run.stdout:
         if "step 3/" in line:
             break

@@ -27,7 +27,7 @@ def under_torchrun(
     started = [program] if program else ["-m", "nsa.train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = (*launcher, *started, "--config", TINY, *arguments)
-    return warm.call(*command, cwd=ROOT, env=environment, timeout=150)
+    return warm.call(*command, cwd=ROOT, env=environment, timeout=150, nursery=True)
 
 
 Run = Callable[..., tuple[int, str, str]]

@@ -29,7 +29,7 @@ def run_under_torchrun(warm: WarmPython, folder: Path, *options: str) -> subproc
     """Run pytest in ``folder`` on two ranks of torchrun's; they write junit.xml."""
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
     options = ("--junitxml=junit.xml", *options)
-    return warm.call(*launcher, *PYTEST, *options, cwd=folder, stderr=subprocess.STDOUT, timeout=150)
+    return warm.call(*launcher, *PYTEST, *options, cwd=folder, stderr=subprocess.STDOUT, timeout=150, nursery=True)
 
 
 def start_slurm_task(

@@ -238,7 +238,7 @@ def environment() -> dict[str, str]:
 def run(warm: WarmPython, folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
     line = command(*arguments)[1:]
-    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170)
+    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170, nursery=True)
 
 
 def run_cold(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:

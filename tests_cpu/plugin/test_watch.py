@@ -68,7 +68,7 @@ def start(warm: WarmPython, folder: Path) -> Iterator[Start]:
                 "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
                 "training.py", fault,
                 cwd=folder, env={**env, "NSA_TRACE_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1"},
-                stdout=output, stderr=output, start_new_session=True,
+                stdout=output, stderr=output, start_new_session=True, nursery=True,
             )  # fmt: skip
         started.append(process)
         return process
