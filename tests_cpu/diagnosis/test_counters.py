@@ -1,6 +1,7 @@
 """Which rank is in a later round of the loops, by their counters: only where each loop around both has one."""
 
 import ast
+import textwrap
 
 import pytest
 
@@ -8,10 +9,13 @@ from pytest_nsa.diagnosis.explain.counters import find_counter
 
 
 def find_round(source: str, line: int, **counts: int) -> int | None:
-    """Return the round of a line of the loop that ``source`` is."""
-    loop = ast.parse(source).body[-1]
-    assert isinstance(loop, ast.For)
-    return find_counter(loop, line, counts)
+    """Return the round of a line of the loop that a function's last statement is; ``source`` is its body, from line 1."""
+    scope = ast.parse("def f():\n" + textwrap.indent(source, "    ")).body[0]
+    ast.increment_lineno(scope, -1)
+    assert isinstance(scope, ast.FunctionDef)
+    loop = scope.body[-1]
+    assert isinstance(loop, ast.For | ast.While)
+    return find_counter(loop, line, counts, scope)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +42,22 @@ def test_the_round_of_a_for(header: str, counts: dict[str, int], expected: int |
     assert find_round(f"{header}\n    call()", 2, **counts) == expected
 
 
+WHILE = "step = 0\nwhile step < 9:\n    before()\n    step += 1\n    after()"
+
+
 @pytest.mark.parametrize(
-    ("source", "line", "counts"),
+    ("source", "line", "counts", "expected"),
     [
-        ("for _ in range(9):\n    for _ in range(3):\n        call()\n    other()", 4, {"_": 2}),
-        ("for step in range(9):\n    call()", 1, {"step": 4}),
+        # An inner loop takes the variable.
+        ("for _ in range(9):\n    for _ in range(3):\n        call()\n    other()", 4, {"_": 2}, None),
+        # At its head a loop is between two rounds.
+        ("for step in range(9):\n    call()", 1, {"step": 4}, None),
+        (WHILE, 3, {"step": 4}, 4),
+        (WHILE, 5, {"step": 5}, 4),  # the same round
+        (WHILE.replace("= 0", "= begin"), 3, {"step": 4}, None),
+        (WHILE.replace("before()", "if good():").replace("    step +=", "        step +="), 5, {"step": 5}, None),
     ],
-    ids=["an inner loop takes the variable", "at its head it is between two rounds"],
+    ids=["an inner loop", "at its head", "a while", "after what it adds", "begins anywhere", "adds under a condition"],
 )
-def test_a_loop_without_a_counter(source: str, line: int, counts: dict[str, int]) -> None:
-    assert find_round(source, line, **counts) is None
+def test_the_round_of_another_loop(source: str, line: int, counts: dict[str, int], expected: int | None) -> None:
+    assert find_round(source, line, **counts) == expected

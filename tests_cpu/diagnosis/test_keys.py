@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.diagnosis.explain.keys import Keys, Wanted
+from pytest_nsa.diagnosis.explain.keys import Keys
 from pytest_nsa.diagnosis.explain.messages import KEY, ended
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import KeyUse
@@ -53,10 +53,3 @@ def test_a_key_that_ranks_count_in_is_wanted_though_it_is_set(tmp_path: Path) ->
     )
     assert keys.wanted(0) == ("done/1",)
     assert keys.wanted(2) == ("go/1",)
-
-
-def test_a_rank_that_is_in_a_later_round(tmp_path: Path) -> None:
-    sets = {rank: [f"part/{step}/{rank}" for step in (0, 3)] for rank in range(3)}
-    keys = keys_of(tmp_path, sets, {0: "part/2/2", 1: "part/4/0"})
-    earlier, following = (Wanted(keys, (rank,), keys.wanted(rank), set(), 2) for rank in (0, 1))
-    assert (earlier.is_later, following.is_later) == (True, False)

@@ -25,10 +25,11 @@ def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[i
     return list(kinds.values()) if len(kinds) <= MOST_KINDS else []
 
 
-def find_counter(loop: ast.For | ast.While, line: int, counts: Mapping[str, int]) -> int | None:
+def find_counter(loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None) -> int | None:
     """Return the number of the round that a line of a loop is in; larger is later.
 
-    None where no counter of a ``for`` shows it, or where it may start differently on each rank (`range(rank, n, world_size)`).
+    None where no counter shows it, or where the counter may start differently on each rank (`range(rank, n,
+    world_size)`). ``scope`` is the function.
     """
     if line < loop.body[0].lineno:  # the next round has not begun
         return None
@@ -36,6 +37,22 @@ def find_counter(loop: ast.For | ast.While, line: int, counts: Mapping[str, int]
         name, sign = _counter(loop.target, loop.iter)
         if name in counts and not _is_taken(name, loop):
             return sign * counts[name]
+    return _counted_by_hand(loop, line, counts, scope)
+
+
+def _counted_by_hand(
+    loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None
+) -> int | None:
+    """Return the round by a variable that each round increments (``n += 1``); None without one."""
+    for statement in loop.body:
+        if any(isinstance(node, ast.Continue) for node in ast.walk(statement)):
+            return None  # an increment below it counts only some of the rounds
+        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
+            continue
+        by = _number(statement.value)
+        name = statement.target.id if isinstance(statement.target, ast.Name) else ""
+        if by is not None and by > 0 and name in counts and _begins_with_a_number(name, scope):
+            return counts[name] - by * (line > statement.lineno)
     return None
 
 
@@ -61,6 +78,16 @@ def _is_taken(name: str, loop: ast.For) -> bool:
     """Return whether an inner loop assigns the variable of an outer one, as nested loops over ``_`` do."""
     inner = (n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.For))
     return any(isinstance(n, ast.Name) and n.id == name for found in inner for n in ast.walk(found.target))
+
+
+def _begins_with_a_number(name: str, scope: ast.stmt | None) -> bool:
+    """Return whether every value assigned to a variable in a function is a literal number."""
+    assigned = [
+        node.value
+        for node in (ast.walk(scope) if scope is not None else ())
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+    ]
+    return bool(assigned) and all(_number(value) is not None for value in assigned)
 
 
 def _number(node: ast.expr) -> int | None:

@@ -214,9 +214,10 @@ def _loops(sources: Sources, a: Frame, b: Frame) -> tuple[list[Loop], list[Loop]
 
 def _by_counters(sources: Sources, loops: Sequence[Loop], a: Frame, b: Frame) -> tuple[Order | None, bool]:
     """Return the order that the counters of shared loops give, and whether all of these loops have counters."""
+    scope = next(iter(sources.around(a.place)), None)
     is_counted = True
     for loop in loops:
-        here, there = (find_counter(loop, f.line, f.counters) for f in (a, b))
+        here, there = (find_counter(loop, f.line, f.counters, scope) for f in (a, b))
         if here is None or there is None:
             is_counted = False
         elif here != there:
