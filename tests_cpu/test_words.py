@@ -29,7 +29,7 @@ LIMITS: dict[str, tuple[str, int]] = {
     "left out": (r"(leaves?|leaving|left) out", 0),
     "of its own": (r"of (its|their|his|your|our) own", 0),
     "whose": (r"whose", 29),
-    "is none": (r"(is|are|was|were) none", 4),
+    "is none": (r"(is|are|was|were) none", 3),
     "what it is": (r"what (it|they) (is|are|was|were)", 3),
     "has not come": (r"(has|have|had) not come", 0),
     "but for": (r"but for", 0),
