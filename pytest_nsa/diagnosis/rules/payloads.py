@@ -234,9 +234,7 @@ def _count(call: Collective, calls: Calls) -> int:
 
 def _odd_ones(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
     """Return the ranks that gave something else than most; else those that gave something else than before; else all."""
-    terms: dict[int, object] = {rank: _terms(c, calls) for rank, c in calls.items()}
-    if len(set(terms.values())) == 1:  # sizes are free
-        terms = {rank: (c.count, c.note) for rank, c in calls.items()}
+    terms = {rank: _terms(c, calls) for rank, c in calls.items()}
     (usual, most), *rest = Counter(terms.values()).most_common()
     if rest and most > rest[0][1]:
         return tuple(sorted(rank for rank, term in terms.items() if term != usual))
