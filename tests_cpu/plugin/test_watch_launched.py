@@ -100,7 +100,12 @@ def follow(pid: int, until: Callable[[LaunchedWatcher], bool], *, shows_all: boo
 
 def look_until(watcher: LaunchedWatcher, until: Callable[[LaunchedWatcher], object]) -> None:
     """Look again and again until a condition is true of a watcher."""
-    wait_for(lambda: until(watcher) or watcher.look(), limit_s=100)
+
+    def has_come() -> object:
+        watcher.look()  # what it returns, whether the report has changed, ends no wait
+        return until(watcher)
+
+    wait_for(has_come, limit_s=100)
 
 
 def wait_for_file(path: Path, size: int = 1) -> None:
