@@ -105,7 +105,7 @@ def test_a_backend_is_added_by_the_steps(copy: Path) -> None:
     edit(kernels / "backends.py", "from nsa.kernels import ", "from nsa.kernels import mine, ")
     edit(copy / "nsa" / "sections.py", '"flash"]', '"flash", "mine"]')
     asked = "import torch, nsa; print(nsa.explain('mine', torch.float32, torch.device('cpu')))"
-    assert "'mine'" in python(copy, "-c", asked)
+    assert "('mine', 'asked for')" in python(copy, "-c", asked)
     assert " passed" in run(copy, "tests_cpu/test_contributing.py", "-k", "registry_of_backends")
     assert "1 passed" in run(copy, "tests_cpu/kernels/test_truth.py", "-k", "serves_a_cpu and mine")
 
