@@ -20,7 +20,7 @@ from selection_forward_tma import WIDTH, selected_forward_tma
 from strided_overlapped import CONSUMERS, ROWS, strided_overlapped
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from ahead import compiling  # noqa: E402
 from figures import keep, parser_of  # noqa: E402
