@@ -85,9 +85,9 @@ class GradientTrace:
             logger.info("[GRAD-TRACE] not counted under FSDP1")
             return []
         missing = self.missing()
-        report_missing("after_backward", step, len(self.arrived), missing, missing_file, rank)
-        if not has_failed:
+        if not has_failed:  # evidence first: the file below may meet a full disk
             _listener(step, missing, zlib.crc32("\n".join(self.arrived).encode()))
+        report_missing("after_backward", step, len(self.arrived), missing, missing_file, rank)
         return missing
 
     def reset(self) -> None:

@@ -108,6 +108,7 @@ RULES: tuple[Rule, ...] = (
     exits.rank_died,
     exits.rank_gone,
     exits.rank_exited,
+    exits.rank_replaced,
     absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
@@ -125,7 +126,7 @@ RULES: tuple[Rule, ...] = (
 # For ranks that stall while the test runs, in the same order: what is announced is the later verdict.
 SUSPICIONS: tuple[Rule, ...] = (
     groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired, calls.waiting_in_different_calls,
-    messages.lost_messages, exits.rank_gone, absence.left_alone, speed.graph_explosion, speed.straggler,
+    messages.lost_messages, exits.rank_gone, exits.rank_replaced, absence.left_alone, speed.graph_explosion, speed.straggler,
     keys.unset, stalls.blocked, stalls.in_transit, absence.not_entered,
 )  # fmt: skip
 

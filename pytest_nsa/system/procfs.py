@@ -34,8 +34,8 @@ LEVELS = 3  # of descendants that are looked at
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
     """A look at a process: state letter, wait channel, CPU seconds (also of its main thread, in the kernel, and of its
-    descendants), page faults, bytes written to files and pipes, the commands of its children, and how children ended that it
-    has not waited for.
+    descendants), page faults, bytes written to files and pipes, the commands of its children, how children ended that it has
+    not waited for, and its program if that is neither this process's nor a Python.
     """
 
     state: str
@@ -49,6 +49,7 @@ class ProcessState:
     children: tuple[str, ...]
     ended: tuple[str, ...]
     rss_mib: float
+    program: str = ""
 
 
 def look_at(pid: int) -> ProcessState | None:
@@ -72,7 +73,18 @@ def look_at(pid: int) -> ProcessState | None:
         children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
         ended=tuple(ended.values()),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
+        program=_other_program(proc),
     )
+
+
+def _other_program(proc: Path) -> str:
+    """Return the name of a process's program; '' if it is this process's program, a Python, or cannot be read."""
+    try:
+        path, own = os.readlink(proc / "exe"), os.readlink("/proc/self/exe")
+    except OSError:
+        return ""
+    name = os.path.basename(path)
+    return "" if path == own or name.startswith("python") else name
 
 
 def read_io(proc: Path) -> dict[str, int]:

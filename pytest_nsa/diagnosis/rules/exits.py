@@ -293,6 +293,17 @@ def rank_exited(evidence: Evidence) -> Finding | None:
     return make_finding(evidence, "rank_exited", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
 
 
+def rank_replaced(evidence: Evidence) -> Finding | None:
+    """Find that a rank has replaced its process by another program (`os.exec`)."""
+    replaced = [r for r in evidence.ranks if r.process.get("program") and not r.finished]
+    if not replaced:
+        return None
+    rank = replaced[0]
+    reason = f"rank {rank.rank} runs the program {rank.process['program']} in place of its test, by os.exec"
+    where = rank.board.line if rank.board is not None else ""  # the process has no Python stack
+    return make_finding(evidence, "rank_exited", [rank], reason, 0.9, where=where)
+
+
 def _by_time(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
     """Return the exceptions of all ranks, the earliest first."""
     return sorted(((r, e) for r in evidence.ranks for e in r.exceptions), key=lambda pair: pair[1].time)

@@ -43,3 +43,9 @@ def test_waits_without_descriptors(group):  # -> lock_deadlock 1
     if group.rank == 1:
         threading.Event().wait()
     dist.barrier()
+
+
+def test_becomes_another_program(group):  # -> rank_exited 1
+    if group.rank == 1:
+        os.execv("/bin/sleep", ["sleep", "60"])
+    dist.barrier()
