@@ -160,7 +160,7 @@ def with_divergence(verdict: Verdict, found: FirstDivergence, *, is_same: bool) 
     its_own = verdict.ranks if verdict.ranks in found.outcomes.values() else ()
     is_unsure = verdict.confidence < SURE
     in_role = found.in_role if is_unsure else ()  # earlier rounds may show what was skipped
-    parted = tuple(sorted(rank for ranks in found.outcomes.values() for rank in ranks))
+    parted = tuple(sorted({rank for ranks in found.outcomes.values() for rank in ranks}))
     # Ranks that did not part are no cause; without a minority both sides may be.
     either = parted if is_unsure and (verdict.cause == UNKNOWN or not {*parted} & {*verdict.ranks}) else ()
     to_blame = found.exceptional or found.raising or in_role or found.unlike_others or its_own or either

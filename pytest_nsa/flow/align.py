@@ -196,8 +196,7 @@ class Pair:
 
     def _note_values(self, a: Frame, i: int, b: Frame, j: int) -> None:
         """Note a statement that sets a number, a text or a truth value otherwise on the two ranks."""
-        mine, others = a.values.get(i, {}), b.values.get(j, {})
-        if any(others.get(name, text) != text and _SCALAR.match(text) for name, text in mine.items()):
+        if any(x and y and x != y and _SCALAR.match(x) for x, y in list_set_values((a, b), (i, j))):
             self.noted.append(Parting("value", (a, b), (i, j)))
 
     def _note_returned(self, a: Frame, b: Frame) -> None:
@@ -299,6 +298,12 @@ class Pair:
         pairs = zip(map(source.statement, x.lines), map(source.statement, y.lines), strict=False)
         same = next((k for k, (here, there) in enumerate(pairs) if here != there), min(len(x.lines), len(y.lines)))
         return self._parting(source, x, same - 1, y, same - 1) if same > 0 and len(x.lines) != len(y.lines) else None
+
+
+def list_set_values(frames: tuple[Frame, Frame], at: tuple[int, int]) -> list[list[str | None]]:
+    """Return, for each name that a line set on one of two ranks, its values on both: the log has a value only where it changes."""
+    names = {*frames[0].values.get(at[0], ()), *frames[1].values.get(at[1], ())}
+    return [[frame.get_value(k, name) for frame, k in zip(frames, at, strict=True)] for name in sorted(names)]
 
 
 def name_key(call: Call) -> str:

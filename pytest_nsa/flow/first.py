@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pytest_nsa.flow.align import COLLECTIVES, KEYS, MESSAGES, Members, Pair, Parting, list_numbers, name_key
+from pytest_nsa.flow.align import (
+    COLLECTIVES,
+    KEYS,
+    MESSAGES,
+    Members,
+    Pair,
+    Parting,
+    list_numbers,
+    list_set_values,
+    name_key,
+)
 from pytest_nsa.flow.read import MAIN, Call, Flow, Frame
 from pytest_nsa.flow.reasons import (
     BY_RANK,
@@ -82,7 +92,7 @@ class FirstDivergence:
         """The ranks of the rarer outcomes; () where there is no majority."""
         most = max(map(len, self.outcomes.values()))
         rare = [ranks for ranks in self.outcomes.values() if len(ranks) < most]
-        return tuple(sorted(itertools.chain.from_iterable(rare)))
+        return tuple(sorted({*itertools.chain.from_iterable(rare)}))  # pairs of ranks may part in several ways
 
     @property
     def raising(self) -> tuple[int, ...]:
@@ -187,8 +197,12 @@ def _find_in_forward(parting: Parting, pair: Pair) -> Parting:
 
 
 def _is_answer(parting: Parting) -> bool:
-    """Return whether a function returned true on one rank and false on another: a line may decide by it, as `a if f() else b`."""
-    return {frame.returned for frame in parting.frames} == {"True", "False"}
+    """Return whether a function returned, or a line set, true on one rank and false on another: `a if x else b` decides by it."""
+    answers: list[list[str | None]] = [
+        [f.returned for f in parting.frames],
+        *list_set_values(parting.frames, parting.at),
+    ]
+    return any({*texts} == {"True", "False"} for texts in answers)
 
 
 def _is_in_role(parting: Parting, pair: Pair) -> bool:
@@ -216,12 +230,17 @@ def _calls_other_code(parting: Parting) -> bool:
 
 
 def passes_a_call(parting: Parting) -> bool:
-    """Return whether one rank has executed a statement without calling anything, in which another rank waits."""
+    """Return whether one rank has executed a statement without calling anything, in which another waits for more than one rank."""
     frames = tuple(zip(parting.frames, parting.at, strict=True))
     is_passed = any(
         not frame.children.get(at) and not frame.calls.get(at) and at + 1 < len(frame.lines) for frame, at in frames
     )
-    waits = any(frame.is_open and at + 1 == len(frame.lines) for frame, at in frames)
+    waits = any(
+        frame.is_open
+        and at + 1 == len(frame.lines)
+        and all(c.kind in COLLECTIVES for c in frame.calls.get(at, ())[-1:])
+        for frame, at in frames
+    )
     return parting.kind == "callee" and is_passed and waits
 
 

@@ -96,6 +96,10 @@ class Frame:
             frame = frame.above
         return (frame.number, *reversed(found))
 
+    def get_value(self, at: int, name: str) -> str | None:
+        """Return the value of a name behind the line of an index, as it was set last; None where it is not known."""
+        return next((self.values[k][name] for k in range(at, -2, -1) if name in self.values.get(k, ())), None)
+
     def add_call(self, at: int, call: Call) -> None:
         """Add a call that its line of an index began, to the frames that led to it, too."""
         frame: Frame | None = self

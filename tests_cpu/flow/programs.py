@@ -427,6 +427,16 @@ def reduces_where_a_budget_is_reached(rank: int, call: Call) -> None:
         call("barrier")
 
 
+def reduces_where_a_flag_is_set(rank: int, call: Call) -> None:
+    for step in range(3):
+        tokens = 9 if (rank, step) == (1, 2) else 4
+        is_reached = tokens > 8  # HERE
+        reduced = map(call, ["all_reduce"] if is_reached else [])
+        loss = types.SimpleNamespace(backward=functools.partial(list, reduced))
+        loss.backward()
+        call("barrier")
+
+
 def raises_inside_a_span(rank: int, call: Call) -> None:
     @contextlib.contextmanager
     def span() -> Iterator[None]:

@@ -119,6 +119,17 @@ def has_cached_its_plan(rank: int, call: Call) -> None:
     call("stuck")
 
 
+def waits_for_a_neighbour_that_has_stopped(rank: int, call: Call) -> None:
+    def swap(peer: int) -> None:
+        call("recv", kind="receive", peer=peer)
+        call("stuck")
+
+    peer = {1: 0}.get(rank)
+    peer is not None and swap(peer)
+    call("all_gather")
+    call("stuck")
+
+
 def waits_for_a_key_of_another_name(rank: int, call: Call) -> None:
     def get_rank() -> int:
         return rank

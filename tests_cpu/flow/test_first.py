@@ -287,7 +287,13 @@ def test_a_rank_that_passes_the_collective_of_others(tmp_path: Path) -> None:
     assert (found.where.split()[0], found.exceptional) == (get_marked(program), (1,))
     unmatched = guess("p2p_unmatched", (0,), confidence=0.5)
     assert with_divergence(unmatched, found, is_same=True).ranks == (1,)
-    assert first_of(roles.sends_fewer_than_others, tmp_path, is_wanted=passes_a_call) is None
+    for other in (roles.sends_fewer_than_others, roles.waits_for_a_neighbour_that_has_stopped):
+        assert first_of(other, tmp_path, is_wanted=passes_a_call) is None
+
+
+def test_a_rank_that_parts_from_others_in_several_ways_counts_once() -> None:
+    outcomes = {"calls on_exchange": (0, 2), "calls on_arrive": (1,), "calls on_serve": (1,)}
+    assert FirstDivergence(kind="callee", where="a.py:1 in run", statement="", outcomes=outcomes).exceptional == (1,)
 
 
 def test_a_key_of_another_name(tmp_path: Path) -> None:
