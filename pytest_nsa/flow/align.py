@@ -23,6 +23,7 @@ from pytest_nsa.flow.source import END, Source, Statement, read_source
 Members = Callable[[str], Sequence[int]]
 Key = tuple[object, ...]
 COLLECTIVES, MESSAGES, KEYS = frozenset({"collective"}), frozenset({"send", "receive"}), frozenset({"set", "wait"})
+_WITH = ast.With | ast.AsyncWith
 DEEPEST = 200  # frames, one in the other
 _NUMBERS = re.compile(r"\d+")
 _SCALAR = re.compile(r"-?[\d.]|['\"]|(?:True|False|None|inf|nan)$")
@@ -138,7 +139,10 @@ class Pair:
             if here == there:
                 found = self._in_statement(a, i, b, j, depth)
                 if found is not None:
-                    return found
+                    # From Python 3.12 on a `with` executes its head once more as an exception leaves it.
+                    ends_block = isinstance(here, _WITH) and found.kind == "callee" and found.frames == (a, b)
+                    raised = self._parting(source, a, i, b, j) if ends_block else found
+                    return raised if raised.kind == "exception" else found
                 i, j = i + 1, j + 1
                 continue
             # One is still in the statement that the other has finished, or is a generator that was closed.
@@ -276,7 +280,7 @@ class Pair:
         ends_a_loop = is_loop and a.raised.get(i, b.raised.get(j, "")).startswith(
             ("StopIteration", "StopAsyncIteration")
         )
-        if isinstance(node, ast.With | ast.AsyncWith):
+        if isinstance(node, _WITH):
             i, j = _raised_inside(node, a, i, b, j)
         if (i in a.raised) != (j in b.raised) and not ends_a_loop:
             a, i, b, j = _innermost_raise(a, i, b, j)
