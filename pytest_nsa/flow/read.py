@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import struct
@@ -75,6 +76,9 @@ class Frame:
     returned: str = ""
     above: Frame | None = field(default=None, repr=False)
     above_at: int = -1  # index of the parent's line
+    _set_at: dict[str, list[int]] = field(
+        init=False, default_factory=dict, repr=False
+    )  # by name, where `values` has it
 
     @property
     def function(self) -> tuple[str, str, int, str]:
@@ -98,7 +102,13 @@ class Frame:
 
     def get_value(self, at: int, name: str) -> str | None:
         """Return the value of a name behind the line of an index, as it was set last; None where it is not known."""
-        return next((self.values[k][name] for k in range(at, -2, -1) if name in self.values.get(k, ())), None)
+        if not self._set_at:
+            for index, names in sorted(self.values.items()):
+                for known in names:
+                    self._set_at.setdefault(known, []).append(index)
+        indices = self._set_at.get(name, [])
+        before = bisect.bisect_right(indices, at)
+        return self.values[indices[before - 1]][name] if before else None
 
     def add_call(self, at: int, call: Call) -> None:
         """Add a call that its line of an index began, to the frames that led to it, too."""
