@@ -50,6 +50,16 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step with figures that are still on the device."""
+
+    step: int
+    figures: torch.Tensor  # float32, summed over ranks: loss, square of the gradients' norm, ranks that want to stop
+    lr: float
+    tokens: int
+
+
 class Trainer:
     """Builds the model of ``config`` on ``ranks.device`` and trains it, one step per call of `step`.
 
@@ -92,9 +102,7 @@ class Trainer:
         if config.train.compile == "step":
             self._compile()
         self._lr = torch.tensor(config.train.lr)
-        # Of steps with figures that are still on the device: number, figures, rate, tokens. Figures are float32, summed over ranks:
-        # loss, square of the gradients' norm, ranks that want to stop.
-        self._unread: list[tuple[int, torch.Tensor, float, int]] = []
+        self._unread: list[_Unread] = []
         self._began = time.monotonic()
         self._mark = file_mark(config.parallel.mode)
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,19 +157,20 @@ class Trainer:
         self.steps_done = number
         self._write_statistics(number, wants_statistics)
         tokens = sum(b.tokens.shape[0] * (b.tokens.shape[1] - 1) for b in batches) * self.ranks.world_size
-        self._unread.append((number, figures, lr, tokens))
+        self._unread.append(_Unread(number, figures, lr, tokens))
 
     def read(self) -> list[StepResult]:
         """Return the results of the steps since the last call; waits for the device."""
-        found = [figures.tolist() for _, figures, _, _ in self._unread]
+        found = [unread.figures.tolist() for unread in self._unread]
         seconds = (time.monotonic() - self._began) / max(1, len(found))
         gates, peak, n = self.gates.means(), memory.peak_mib(), self.ranks.world_size
         results = [
             StepResult(
-                step=step, loss=loss / n, lr=lr, tokens=tokens, seconds=seconds, peak_mib=peak, grad_norm=math.sqrt(square),
-                gates=gates, stops=stopping > 0,
+                step=unread.step, loss=loss / n, lr=unread.lr, tokens=unread.tokens, seconds=seconds, peak_mib=peak,
+                grad_norm=math.sqrt(square), gates=gates,
+                stops=stopping > 0,
             )
-            for (step, _, lr, tokens), (loss, square, stopping) in zip(self._unread, found, strict=True)
+            for unread, (loss, square, stopping) in zip(self._unread, found, strict=True)
         ]  # fmt: skip
         self._unread = []
         self.start_clock()

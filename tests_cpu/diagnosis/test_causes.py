@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import NO_RANK, Finding
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.testing import run_example
 from tests_cpu.diagnosis.test_evidence import make_folder
 from tests_cpu.faults.rows import read_rows
 
@@ -114,3 +115,43 @@ def test_a_rule_that_raises_fails_no_test_that_passed(tmp_path: Path, monkeypatc
     verdict = engine.diagnose(passed)
     assert verdict.outcome == "PASS"
     assert "rule test_causes.broken failed: ZeroDivisionError" in verdict.evidence[0].text
+
+
+def test_a_broken_rule_neither_ends_nor_hides_a_test(pytester: pytest.Pytester) -> None:
+    """As a user meets it: a slow healthy test passes, a failing one gets its verdict, and the run reports the rule."""
+    pytester.makeconftest(
+        """
+from pytest_nsa.diagnosis import engine, rules
+from pytest_nsa.diagnosis.rules import calls
+
+def departed(evidence):
+    raise IndexError("no such collective")
+
+departed.__module__ = calls.__name__
+engine.RULES = (departed, *engine.RULES)
+engine.SUSPICIONS = (departed, *engine.SUSPICIONS)
+"""
+    )
+    result = run_example(
+        pytester,
+        """
+import time
+import torch.distributed as dist
+
+@world_size(2)
+def test_slow(group):
+    if group.rank == 1:
+        time.sleep(2.5)
+    dist.barrier()
+
+@world_size(2)
+def test_raises(group):
+    if group.rank == 1:
+        raise ValueError("mine")
+    dist.barrier()
+""",
+    )
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    verdict = result.verdicts["test_raises"]
+    assert (verdict.cause, verdict.ranks, verdict.rule) == ("rank_exception", (1,), "exits.rank_raised")
+    assert "rule calls.departed failed: IndexError: no such collective" in result.stdout

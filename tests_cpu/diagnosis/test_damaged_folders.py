@@ -146,25 +146,30 @@ def damage_a_file(folder: Path, draw: random.Random) -> None:
     draw.choice(DAMAGES)(draw.choice(small), draw)
 
 
-def rename_a_folder(run: Path, draw: random.Random) -> None:
-    """Give the folder of a test or of a rank another name."""
-    folders = [
-        *(path for path in run.glob("*/rank*") if path.is_dir()),
-        *(path.parent for path in run.glob("*/job.json")),
-    ]
-    folder = draw.choice(sorted(path for path in folders if not path.is_symlink()))
-    names = (
-        "rank-1",
-        "rank99999999999999999999",
-        "rank7",
-        "rankX",
-        "rank01",
-        TITLE,
-        "x" * 200,
-        "..x",
-        IMAGE.replace("/", ""),
-    )
-    folder.rename(folder.with_name(draw.choice(names)))
+def damage_a_folder(run: Path, draw: random.Random) -> None:
+    """Give a folder another name, or put a link in its place."""
+    ranks = sorted(path for path in run.glob("*/rank*") if path.is_dir() and not path.is_symlink())
+    match draw.randrange(6):
+        case 0 if ranks:
+            folder = draw.choice(ranks)
+            folder.rename(
+                folder.with_name(draw.choice(("rank-1", "rank99999999999999999999", "rank7", "rankX", "rank01")))
+            )
+        case 1 if ranks:
+            folder = draw.choice(ranks)
+            shutil.rmtree(folder)
+            folder.symlink_to(draw.choice(("/", "/dev", str(outside(run)), ".")))
+        case 2:
+            folder = draw.choice(sorted(path.parent for path in run.glob("*/job.json")))
+            folder.rename(folder.with_name(draw.choice((TITLE, "x" * 200, "..x", IMAGE.replace("/", "")))))
+        case 3:
+            (run / "planted").symlink_to(outside(run))
+        case 4:
+            for name in ("SUMMARY.md", "report.html", "verdicts.jsonl"):
+                if (run / name).is_dir() and not (run / name).is_symlink():  # an earlier damage made it one
+                    shutil.rmtree(run / name)
+                (run / name).unlink(missing_ok=True)
+                (run / name).symlink_to(outside(run) / "secret")
 
 
 def damaged(good: Path, root: Path, seed: int) -> Path:
@@ -177,7 +182,7 @@ def damaged(good: Path, root: Path, seed: int) -> Path:
     for _ in range(draw.choice((1, 1, 2, 5, 20))):
         damage_a_file(run, draw)
     if draw.random() < 0.4:
-        rename_a_folder(run, draw)
+        damage_a_folder(run, draw)
     return run
 
 

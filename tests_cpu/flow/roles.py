@@ -119,6 +119,18 @@ def has_cached_its_plan(rank: int, call: Call) -> None:
     call("stuck")
 
 
+def has_read_its_plan_from_a_file(rank: int, call: Call) -> None:
+    def make() -> int:
+        call("all_gather")
+        call("stuck")
+        return 3
+
+    saved = 2 if rank == 1 else 0
+    size = saved or make()  # HERE
+    call("receive", kind="receive", peer=0, what=str(size))
+    call("stuck")
+
+
 def waits_for_a_neighbour_that_has_stopped(rank: int, call: Call) -> None:
     def swap(peer: int) -> None:
         call("recv", kind="receive", peer=peer)

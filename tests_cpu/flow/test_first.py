@@ -281,8 +281,8 @@ def test_who_sets_keys_parts_by_right(tmp_path: Path) -> None:
     assert (found.where.split()[0], found.outcomes["true"]) == (get_marked(roles.reads_a_version_ahead), (2,))
 
 
-def test_a_rank_that_passes_the_collective_of_others(tmp_path: Path) -> None:
-    program = roles.has_cached_its_plan
+@pytest.mark.parametrize("program", [roles.has_cached_its_plan, roles.has_read_its_plan_from_a_file])
+def test_a_rank_that_passes_the_collective_of_others(program: Callable[..., None], tmp_path: Path) -> None:
     found = first_of(program, tmp_path, is_wanted=passes_a_call)
     assert (found.where.split()[0], found.exceptional) == (get_marked(program), (1,))
     unmatched = guess("p2p_unmatched", (0,), confidence=0.5)
