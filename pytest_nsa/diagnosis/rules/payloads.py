@@ -236,7 +236,7 @@ def _odd_ones(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
     """Return the ranks that gave something else than most; else those that gave something else than before; else all."""
     terms = {rank: _terms(c, calls) for rank, c in calls.items()}
     (usual, most), *rest = Counter(terms.values()).most_common()
-    if rest and most > rest[0][1]:
+    if most > rest[0][1]:
         return tuple(sorted(rank for rank, term in terms.items() if term != usual))
     return _changed(evidence, calls) or tuple(sorted(calls))
 
