@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import inspect
 import json
 import os
@@ -115,7 +116,9 @@ def answer_by_plain_processes(*, healthy: bool) -> Iterator[dict[str, Any]]:
     """Yield each reader's answer on each program that runs without pytest: one run leaves dumps, stacks and logs.
 
     No rank has our tracer. A watchdog's thread of each rank writes its dump and its stacks; a launcher writes how processes ended.
+    torch's compiler is imported once: the ranks of programs with DDP would still import it as the watchdog looks.
     """
+    importlib.import_module("torch._dynamo")
     programs = [
         (file, name, program.n, healthy)
         for file, name, program in list_programs()
@@ -138,7 +141,7 @@ def _answer_plain(file: str, name: str, n: int, healthy: bool) -> list[dict[str,
             os.environ.update(TORCH_FR_BUFFER_SIZE="2000", FR_FOLDER=path)
             bare_fault.run(file, name, "leave", *(("healthy",) if healthy else ()))
 
-        run_forked(run, 90)  # the ranks end by themselves, unless one holds the GIL
+        run_forked(run, 150)  # the ranks end by themselves, unless one holds the GIL
         return [{**answer, "healthy": healthy} for answer in list_answers(file, name, n, Path(path))]
 
 
@@ -146,7 +149,7 @@ def list_answers(file: str, name: str, n: int, folder: Path) -> list[dict[str, A
     """Return what each reader says of what plain processes left in a folder."""
     answers = []
     for tool, pattern in (("diagnose, of dumps", "trace_*"), ("diagnose, of dumps, stacks and logs", "*")):
-        verdict, _ = judge(read_job(sorted(folder.glob(pattern))), name)
+        verdict, _ = judge(read_job(sorted(folder.glob(pattern))), name, sources=True)
         place = LOCATION.match(verdict.where)
         is_own = place is not None and place["file"].endswith(f"/programs/{file}.py")
         line = int(place["line"]) if place is not None and is_own else 0

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from pytest_nsa.fixtures import DDP, FSDP, Group
 from tests_cpu.faults.planting import NO_RANK, programs_of
 
-LOOK_S = 3.0  # within which a rank that waits uses no CPU
-LEAVE_S = 16.0  # at most, for a rank that computes
+LOOK_S, LOOKS = 3.0, 2  # a rank waits that uses no CPU from one look to the next, this often in a row: a pause may last one
+LEAVE_S = 30.0  # at most, for a rank that computes
 
 
 def leave(rank: int, world_size: int, ended: threading.Event) -> None:
@@ -34,12 +34,11 @@ def leave(rank: int, world_size: int, ended: threading.Event) -> None:
 
     This runs in a thread, which needs the GIL, as the watchdog of a user.
     """
-    folder, began, used = Path(os.environ["FR_FOLDER"]), time.monotonic(), -1.0
-    while time.monotonic() - began < LEAVE_S:
+    folder, began, used, idle = Path(os.environ["FR_FOLDER"]), time.monotonic(), -1.0, 0
+    while idle < LOOKS and time.monotonic() - began < LEAVE_S:
         time.sleep(LOOK_S)
         now = time.process_time()
-        if now - used < 0.05:
-            break
+        idle = idle + 1 if now - used < 0.05 else 0
         used = now
     (folder / f"trace_{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
     if not ended.is_set():

@@ -17,7 +17,7 @@ from pytest_nsa.diagnosis.facts import last_seen, make_finding
 from pytest_nsa.diagnosis.rules import absence, calls, messages, payloads, stalls
 from pytest_nsa.diagnosis.rules.activity import SHOWN, find_activity
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
-from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, Verdict, describe_ranks, stated
 from pytest_nsa.evidence.board import Collective, make_board
 from pytest_nsa.evidence.source import LOCATION, Sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
@@ -150,7 +150,8 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     activity = next((found for rank in ranks if (found := find_activity(rank)) is not None), None)
     if activity is not None:
         where = activity.where or last_seen(ranks[0])
-        return make_finding(evidence, activity.cause, ranks, f"{who}: {activity.description}", SHOWN, where=where)
+        said = stated(tuple(needed), activity.description, evidence.job.world_size)
+        return make_finding(evidence, activity.cause, ranks, said, SHOWN, where=where)
     where = last_seen(ranks[0]) if ranks[0].stack is not None else _where(missed)
     return make_finding(
         evidence,

@@ -177,7 +177,7 @@ def by_ranks(texts: Mapping[int, str], world_size: int) -> str:
     return "; ".join(stated(tuple(of), text, world_size) for text, of in ranks.items())
 
 
-_PLURAL = {"is": "are", "was": "were", "has": "have", "does": "do", "carries": "carry"}
+_PLURAL = {"is": "are", "was": "were", "has": "have", "does": "do", "carries": "carry", "tries": "try"}
 
 
 def stated(ranks: tuple[int, ...], text: str, world_size: int) -> str:

@@ -154,6 +154,7 @@ def test_the_table_that_is_shipped_is_the_fit_to_the_recorded_faults(
         ((1,), "makes its latest call again", "rank 1 makes its latest call again"),
         ((1, 2), "makes its latest call again", "ranks 1 and 2 make their latest call again"),
         ((0, 1), "carries what the others carry", "ranks 0 and 1 carry what the others carry"),
+        ((0, 1), "tries to meet other ranks", "ranks 0 and 1 try to meet other ranks"),
         ((0, 1), "has no earlier rounds", "ranks 0 and 1 have no earlier rounds"),
         ((0, 1), "in barrier #1", "ranks 0 and 1 in barrier #1"),
     ],

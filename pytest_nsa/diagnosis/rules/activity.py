@@ -345,7 +345,7 @@ def _in_executor(rank: RankEvidence, thread: ThreadStack) -> Activity:
 
 def _meets(rank: RankEvidence) -> Activity | None:
     about = rank.stack is not None and meets(rank.stack.frames, _source(rank))
-    text = "tries to reach the rendezvous host of a group, or waits there for other ranks"
+    text = "tries to meet other ranks at the rendezvous host of a group"
     return Activity("init_timeout", text) if about else None
 
 
