@@ -151,6 +151,13 @@ class Wanted:
         """The ranks that set such keys."""
         return self.keys.sets.get(self.kind, {})
 
+    @property
+    def is_later(self) -> bool:
+        """Whether the last such key that the peer set is of a later round than the awaited key."""
+        latest, wanted = self.keys.latest(self.kind, self.peer), self.keys.find_round(self.name)
+        mine = self.keys.find_round(latest[0]) if latest is not None else ()
+        return len(mine) == len(wanted) and mine > wanted
+
 
 Term = TermOfAWait[Wanted]
 
@@ -166,6 +173,7 @@ TERMS: tuple[Term, ...] = (
     Term("sets such", "set such keys before", False, lambda w: w.peer in w.setters),
     Term("alone does not", "set no such key, and every other rank did", False,
          lambda w: w.peer not in w.setters and len(w.setters) == len(w.keys.evidence.ranks) - 1),
+    Term("later set", "set such a key of a later round", False, lambda w: w.is_later),
     Term("waits too", "waits for a key, too", False, _state(lambda c: c.op == KEY)),
     Term("ended", "", False, _state(lambda c: c.op == END)),
 )  # fmt: skip
