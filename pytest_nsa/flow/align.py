@@ -171,11 +171,11 @@ class Pair:
             return None
         different = next((k for k, (x, y) in enumerate(zip(mine, others, strict=False)) if x != y), None)
         # A rank that began more calls before it raised failed in one of them: that follows from the other rank.
-        has_fewer = len(mine) < len(others) if i in a.raised else len(others) < len(mine)
-        raises = (i in a.raised) != (j in b.raised) and has_fewer
+        fewer = 0 if len(mine) < len(others) else 1
+        raises = len(mine) != len(others) and (i in a.raised, j in b.raised)[fewer]
         found = self._callees(a, i, b, j, depth)
         if raises and different is None and (found is None or (found.kind == "callee" and found.frames[0] is a)):
-            return self._parting(read_source(a.file), a, i, b, j)
+            return self._raise((a, b), (i, j), fewer)
         calls = (
             (self._call(self.one, a, i, different), self._call(self.other, b, j, different))
             if different is not None else None
@@ -189,7 +189,7 @@ class Pair:
         if calls is not None and (calls[0].place, calls[1].place) == ((a.number, i), (b.number, j)):
             return Parting("argument", (a, b), (i, j), calls)  # else frames below have begun them
         if raises:
-            return self._parting(read_source(a.file), a, i, b, j)
+            return self._raise((a, b), (i, j), fewer)
         begun = [[c for c in f.calls.get(k, ()) if c.place == (f.number, k)] for f, k in ((a, i), (b, j))]
         # A rank called another one than in its round before; or one of two ranks waits in a group of both.
         in_rounds = self.one is self.other
@@ -197,6 +197,10 @@ class Pair:
             return Parting("argument", (a, b), (i, j), (begun[0][-1], begun[1][-1]))
         has_ended = not is_last[len(begun[0]) > len(begun[1])]  # the rank that began fewer calls
         return Parting("callee", (a, b), (i, j)) if len(begun[0]) != len(begun[1]) and has_ended else None
+
+    def _raise(self, frames: tuple[Frame, Frame], at: tuple[int, int], raising: int) -> Parting:
+        """Return the innermost statement that raised on the rank of index ``raising``, and not on the other."""
+        return Parting("exception", *_innermost_raise(frames, at, raising))
 
     def _note_values(self, a: Frame, i: int, b: Frame, j: int) -> None:
         """Note a statement that sets a number, a text or a truth value otherwise on the two ranks."""
@@ -283,14 +287,9 @@ class Pair:
         if isinstance(node, _WITH):
             i, j = _raised_inside(node, a, i, b, j)
         if (i in a.raised) != (j in b.raised) and not ends_a_loop:
-            a, i, b, j = _innermost_raise(a, i, b, j)
-            kind = "exception"
-        else:
-            inner = self._in_generators(a, i, b, j) if is_loop else None
-            if inner is not None:
-                return inner
-            kind = "loop" if is_loop else "branch"
-        return Parting(kind, (a, b), (i, j))
+            return self._raise((a, b), (i, j), 0 if i in a.raised else 1)
+        inner = self._in_generators(a, i, b, j) if is_loop else None
+        return inner if inner is not None else Parting("loop" if is_loop else "branch", (a, b), (i, j))
 
     def _in_generators(self, a: Frame, i: int, b: Frame, j: int) -> Parting | None:
         """Return where the generators part that give a loop its values; None where it has none of the program's."""
@@ -337,20 +336,21 @@ def _list_back(frame: Frame, index: int, lines: Sequence[int]) -> Iterator[int]:
     return itertools.takewhile(lambda k: frame.lines[k] in lines, range(index - 1, -1, -1))
 
 
-def _innermost_raise(a: Frame, i: int, b: Frame, j: int) -> tuple[Frame, int, Frame, int]:
-    """Return the innermost statement that raised on one rank and not on the other, in the frames that both called."""
+def _innermost_raise(
+    frames: tuple[Frame, Frame], at: tuple[int, int], raising: int
+) -> tuple[tuple[Frame, Frame], tuple[int, int]]:
+    """Return the innermost statement that raised on the rank of index ``raising``, in the frames that both called."""
     while True:
-        raising, is_first = (a, True) if i in a.raised else (b, False)
-        inner = next((f for f in raising.children.get(i if is_first else j, ())[::-1] if f.raised), None)
-        others = (b.children.get(j, ()) if is_first else a.children.get(i, ()))[::-1]
-        like = next((f for f in others if inner is not None and f.function == inner.function), None)
+        mine, others = ([*frames[k].children.get(at[k], ())] for k in (raising, 1 - raising))
+        inner = next((f for f in reversed(mine) if f.raised), None)
+        like = next((f for f in reversed(others) if inner is not None and f.function == inner.function), None)
         if inner is None or like is None:
-            return a, i, b, j
-        at = max(inner.raised)
-        there = next((k for k, line in enumerate(like.lines) if line == inner.lines[at]), None) if at >= 0 else None
+            return frames, at
+        here = max(inner.raised)
+        there = next((k for k, line in enumerate(like.lines) if line == inner.lines[here]), None) if here >= 0 else None
         if there is None or there in like.raised:
-            return a, i, b, j
-        a, i, b, j = (inner, at, like, there) if is_first else (like, there, inner, at)
+            return frames, at
+        frames, at = ((inner, like), (here, there)) if raising == 0 else ((like, inner), (there, here))
 
 
 def _matched(mine: list[Frame], others: list[Frame]) -> list[tuple[list[Frame], list[Frame]]]:

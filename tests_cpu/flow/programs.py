@@ -278,6 +278,17 @@ def raises_after_it_left_out_a_call(rank: int, call: Call) -> None:
             raise ValueError("no mean")
 
 
+def raises_in_what_a_library_calls_while_others_lose_the_connection(rank: int, call: Call) -> None:
+    documents = ["first", "second"][: 2 - (rank == 1)]
+    save = eval("lambda position, call: (position(), call('all_gather'), {}['closed by another rank'])")
+
+    def position() -> str:
+        return documents[1]  # HERE
+
+    with contextlib.suppress(LookupError):
+        save(position, call)
+
+
 def calls_in_its_handler(rank: int, call: Call) -> None:
     if rank == 0:  # HERE
         try:
