@@ -1,9 +1,9 @@
 """How a session ends on a signal: with its evidence and reports, whatever signals follow.
 
 SIGTERM (a job's time limit, a cancelled CI job), SIGHUP (a connection that was dropped) and SIGQUIT end a session with tests on
-ranks as Ctrl-C does. The first one interrupts; later ones change nothing. While the reports are written, no signal interrupts. The
-exit code is 128 + the signal's number; Ctrl-C keeps pytest's 2. Processes that tests fork have the handlers of a session without
-ranks.
+ranks as Ctrl-C does. The first one interrupts; later ones change nothing. While the reports are written, no signal interrupts; what
+other plugins do at the session's end is interrupted, by a later signal, too. The exit code is 128 + the signal's number; Ctrl-C
+keeps pytest's 2. Processes that tests fork have the handlers of a session without ranks.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import pytest
 from pytest_nsa.system.clock import monotonic
 
 DEFER_S = 15.0  # torchrun gives 30
+AGAIN_S = 3.0  # a launcher and a terminal may send several signals at once
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -49,7 +50,8 @@ class Signals:
         # Under an outer launcher all processes get the signal: the leader ends the test, and then the others.
         self.defers = False
         self._deferred_since = 0.0
-        self._is_interrupted = self._is_writing = self._is_held = False
+        self._is_interrupted = self._is_ending = self._is_writing = self._is_held = False
+        self._interrupted_at = 0.0
         self._pending = 0  # the signal that came while a verdict was written
         self._taken: set[int] = set()
         self._undo_interrupt: Callable[[], None] | None = None
@@ -90,12 +92,13 @@ class Signals:
     def _end(self, number: int) -> None:
         if number != signal.SIGINT:
             self.ended_by = self.ended_by or number
-        if self._is_writing or self._is_interrupted or self._is_deferred(number):
+        may_again = self._is_ending and monotonic() - self._interrupted_at > AGAIN_S
+        if self._is_writing or (self._is_interrupted and not may_again) or self._is_deferred(number):
             return
         if self._is_held:
             self._pending = number
             return
-        self._is_interrupted = True
+        self._is_interrupted, self._interrupted_at = True, monotonic()
         raise KeyboardInterrupt(signal.Signals(number).name if number != signal.SIGINT else "")
 
     def _is_deferred(self, number: int) -> bool:
@@ -129,11 +132,24 @@ class Signals:
         if self._taken:
             self._take_defaults()
 
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Ignore signals while the reports are written."""
+        self._is_writing = True
+        try:
+            yield
+        finally:
+            self._is_writing = False
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """Ignore signals from here on: the reports are being written."""
-        self._is_writing = True
-        yield
+        """Set the exit code. Raise pytest's Exit, after our reports, where a signal interrupts what other plugins do here."""
+        self._is_ending = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            code = 128 + self.ended_by if self.ended_by else pytest.ExitCode.INTERRUPTED
+            pytest.exit("a signal interrupted the end of the session", code)
         if self.ended_by and session.exitstatus == pytest.ExitCode.INTERRUPTED:
             session.exitstatus = 128 + self.ended_by
 

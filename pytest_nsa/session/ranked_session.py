@@ -202,12 +202,15 @@ class RankedSession:
 
     def finish(self, session: pytest.Session, exitstatus: int) -> None:
         """End the ranks, and write the reports."""
+        with self.signals.ignored():
+            self._finish(session, exitstatus)
+
+    def _finish(self, session: pytest.Session, exitstatus: int) -> None:
         if current_rank() is not None:
             return
         self.runner.close()
-        if (
-            exitstatus == pytest.ExitCode.OK and session.testsfailed
-        ):  # pytest.exit(returncode=0) on a rank hides no failure
+        # pytest.exit(returncode=0) on a rank hides no failure.
+        if exitstatus == pytest.ExitCode.OK and session.testsfailed:
             session.exitstatus = exitstatus = pytest.ExitCode.TESTS_FAILED
         self.runner.group.exit_status = int(exitstatus)
         folder = self.runner.folder

@@ -53,7 +53,17 @@ def pytest_nsa_decide(verdicts):
     time.sleep(2)
     return None
 """
-MOMENTS = {"a hang": (HANGS, ""), "between tests on ranks": (BETWEEN, ""), "the reports": (REPORTS, DECIDES)}
+OTHER_ENDS = """
+import time
+
+def pytest_sessionfinish():
+    open("moment0", "w").close()
+    time.sleep(1000)
+"""
+MOMENTS = {
+    "a hang": (HANGS, ""), "between tests on ranks": (BETWEEN, ""), "the reports": (REPORTS, DECIDES),
+    "another plugin's end": (REPORTS, OTHER_ENDS),
+}  # fmt: skip
 
 
 def has_come(folder: Path, moment: str) -> bool:
@@ -101,7 +111,7 @@ def check(folder: Path, process: subprocess.Popen[str], moment: str, sent: signa
 SAMPLE = {("a hang", (TERM,), "2"), ("a hang", (HUP, HUP, TERM), "0"), ("the reports", (TERM, INT), "0")}
 CASES = [
     pytest.param(moment, sent, workers, marks=() if (moment, sent, workers) in SAMPLE else pytest.mark.slow)
-    for moment in MOMENTS
+    for moment in list(MOMENTS)[:3]
     for sent in ((TERM,), (HUP,), (QUIT,), (INT,), (TERM, TERM), (HUP, HUP, TERM), (INT, INT), (TERM, INT))
     for workers in ("0", "2")
 ]
@@ -115,6 +125,16 @@ def test_a_signal_ends_a_session_with_its_reports(
     process = end(warm, tmp_path, moment, [*sent], "-n", workers)
     # Of several, the first that is not SIGINT (Ctrl-C) gives the exit code.
     check(tmp_path, process, moment, next((s for s in sent if s != INT), INT))
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("sent", [TERM, INT])
+def test_a_signal_ends_what_another_plugin_does_at_the_session_s_end(
+    warm: WarmPython, tmp_path: Path, sent: signal.Signals
+) -> None:
+    process = end(warm, tmp_path, "another plugin's end", [sent], "-n", "0")
+    assert process.returncode == (2 if sent == INT else 128 + sent)
+    assert "1 PASS." in (tmp_path / "artifacts" / "latest" / "SUMMARY.md").read_text()
 
 
 @pytest.mark.timeout(100)

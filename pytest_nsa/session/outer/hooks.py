@@ -225,9 +225,9 @@ class LaunchedSession(RankedSession):
         """Show the error."""
         self.screen.release()
 
-    def finish(self, session: pytest.Session, exitstatus: int) -> None:
+    def _finish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the reports, and merge the JUnit file, which pytest has written, into that of the other processes."""
-        super().finish(session, exitstatus)
+        super()._finish(session, exitstatus)
         self.screen.release()  # the session may have ended before any test
         if self.rank is not None:
             self.rank.end(passed=not exitstatus)
