@@ -135,7 +135,7 @@ def compare_runs(verdict: Verdict, first: Evidence, second: Evidence, again: Ver
     found = find_divergence(second, again)
     is_same = _ends(first) == _ends(second)
     if found is None:
-        if not is_same:
+        if not is_same and (again.cause, again.ranks, again.where) != (verdict.cause, verdict.ranks, verdict.where):
             return _with_fact(
                 verdict, f"the second run ended elsewhere: {again.cause} on {again.culprits()} at {again.where}"
             )

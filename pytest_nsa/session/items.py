@@ -16,7 +16,7 @@ from _pytest.skipping import Xfail, xfailed_key
 from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import marked, marks
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.host_fixtures import make_host_values
@@ -82,6 +82,19 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool, verbose: 
 
 class _NotRaised(Exception):
     """Raised by nothing: what xfail is made to expect where it does not expect what the ranks raised."""
+
+
+def _about_the_unexpected(verdict: Verdict, odd: Sequence[phases.Failure], root: Path) -> Verdict:
+    """Return a verdict with the failure that the mark xfail does not expect; about it, where an expected exception came first."""
+    error = next((e for e in odd[0].rank.exceptions if e.when == odd[0].phase), None)
+    if error is None or verdict.cause != "rank_exception" or {f.rank.rank for f in odd} & {*verdict.ranks}:
+        return replace(verdict, reason=f"{verdict.reason} (xfail does not expect {odd[0].describe()})")
+    ranks = tuple(f.rank.rank for f in odd if f.rank.exceptions and f.rank.exceptions[0].type == error.type)
+    expected = describe_ranks(verdict.ranks, verdict.world_size)
+    return replace(
+        verdict, ranks=ranks, where=error.where.replace(f"{root}/", ""), called_from="",
+        reason=f"{error.type}: {error.headline[:200]} (xfail does not expect it; {expected} failed as expected)",
+    )  # fmt: skip
 
 
 class Ranked(pytest.Function):
@@ -170,20 +183,21 @@ class Ranked(pytest.Function):
         if foreseen is not None and verdict.cause == foreseen and not odd:
             pytest.xfail(f"{foreseen}, as expected: {verdict.reason}")
         changed = verdict
-        if foreseen is not None and not verdict.failed:
+        is_without = foreseen is not None and not verdict.failed and verdict.outcome != "SKIP"
+        if is_without:
             reason = f"expected to fail as {foreseen}, but passed"
             changed = replace(
                 verdict, outcome="FAIL", cause="assertion", rule="items.foreseen", reason=reason, advice="remove the mark fails_as"
             )  # fmt: skip
-        elif foreseen is not None:
+        elif foreseen is not None and verdict.failed:
             also = f" alone; {odd[0].describe()}" if odd and verdict.cause == foreseen else ""
             changed = replace(verdict, reason=f"{verdict.reason} (fails_as expected {foreseen}{also})")
         elif odd and any(f.mark is not None for f in (*found.body, *found.teardown)):
-            changed = replace(verdict, reason=f"{verdict.reason} (xfail does not expect {odd[0].describe()})")
+            changed = _about_the_unexpected(verdict, odd, self.config.rootpath)
         if changed is not verdict:
             self.stash[verdict_key] = changed
             self.config.stash[runner_key].recorder.replace(self.stash[folder_key], changed)
-        if foreseen is not None and not verdict.failed:
+        if is_without:
             pytest.fail(changed.reason, pytrace=False)
         return changed
 

@@ -137,10 +137,14 @@ def test_by_another_cause(group): leaves(group)
 @fails_as("rank_exception")
 @world_size(2)
 def test_that_passes(group): pass
+
+@fails_as("rank_exception")
+@world_size(2)
+def test_that_skips(group): pytest.importorskip("no_such_module")
 """
     result = run_example(pytester, source, "-rA")
     text = result.stdout
-    assert result.outcomes == {"xfailed": 1, "failed": 2}
+    assert result.outcomes == {"xfailed": 1, "failed": 2, "skipped": 1}
     assert "rank_exception, as expected: RuntimeError: gone" in text
     assert "expected to fail as rank_exception, but passed" in text
     assert result.verdicts["test_as_foreseen"].expected

@@ -153,6 +153,15 @@ def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: 
                 pytest.xfail("not on rank 0")
             dist.barrier()
 
+        @pytest.mark.xfail(raises=ValueError)
+        def test_unexpected(group):
+            if group.rank == 1:
+                while not os.path.exists("raised"):
+                    time.sleep(0.01)
+                raise KeyError("unexpected")
+            open("raised", "w").close()
+            raise ValueError("expected")
+
         @fails_as("assertion")
         @pytest.mark.parametrize("other", ["passes", "dies", "fails in teardown"])
         def test_cause(group, other, request):
@@ -166,10 +175,14 @@ def test_a_hang_is_not_hidden_by_the_expected_failure_of_another_rank(pytester: 
     expected = {name: v.expected for name, v in result.verdicts.items()}
     assert expected == {
         "test_it[for nobody]": False, "test_it[for the rank that raised]": True, "test_leaves_alone": False,
+        "test_unexpected": False,
         "test_cause[passes]": True, "test_cause[dies]": False, "test_cause[fails in teardown]": False,
     }  # fmt: skip
     # Two reports of the last: its body and its teardown.
-    assert (result.outcomes["xfailed"], result.outcomes["failed"], result.outcomes["errors"]) == (2, 4, 1)
+    assert (result.outcomes["xfailed"], result.outcomes["failed"], result.outcomes["errors"]) == (2, 5, 1)
+    verdict = result.verdicts["test_unexpected"]  # about the exception that came second
+    assert (verdict.ranks, verdict.reason.partition(" (")[0]) == ((1,), "KeyError: 'unexpected'")
+    assert verdict.where.startswith("test_")
 
 
 def test_pytest_exit_on_one_rank_hides_no_failure_of_another(pytester: pytest.Pytester) -> None:
