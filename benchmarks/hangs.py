@@ -141,7 +141,7 @@ def _answer_plain(file: str, name: str, n: int, healthy: bool) -> list[dict[str,
             os.environ.update(TORCH_FR_BUFFER_SIZE="2000", FR_FOLDER=path)
             bare_fault.run(file, name, "leave", *(("healthy",) if healthy else ()))
 
-        run_forked(run, 150)  # the ranks end by themselves, unless one holds the GIL
+        run_forked(run, 90)  # the ranks end by themselves, unless one holds the GIL
         return [{**answer, "healthy": healthy} for answer in list_answers(file, name, n, Path(path))]
 
 

@@ -39,6 +39,7 @@ _NUMBERS = {
     "limit_time": "d",  # when the call that blocks the main thread ends by itself; 0: it has no such limit
     "polled_time": "d", "polled_from": "d",  # when the main thread last queried a store, and when it began to poll it
     "on_device": "q",  # 1: collectives were observed that run on after their wait
+    "call": "q",  # of the test: 1 while it runs, 2 from its end on; fixtures are set up before and torn down after
     "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that were exhausted
 }  # fmt: skip
 _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160, "key": 160}

@@ -150,8 +150,8 @@ def _absent(job: ForeignJob, evidence: Evidence) -> Finding | None:
     activity = next((found for rank in ranks if (found := find_activity(rank)) is not None), None)
     if activity is not None:
         where = activity.where or last_seen(ranks[0])
-        said = stated(tuple(needed), activity.description, evidence.job.world_size)
-        return make_finding(evidence, activity.cause, ranks, said, SHOWN, where=where)
+        text = stated(tuple(needed), activity.description, evidence.job.world_size)
+        return make_finding(evidence, activity.cause, ranks, text, SHOWN, where=where)
     where = last_seen(ranks[0]) if ranks[0].stack is not None else _where(missed)
     return make_finding(
         evidence,

@@ -137,6 +137,7 @@ class ProgressWatch:
     boards: dict[int, BoardSnapshot] = field(init=False, default_factory=dict)
     past: Past = field(init=False, default_factory=Past)
     running_since: float = 0.0
+    called_since: float = 0.0  # since all ranks are in their test's call; 0 before, and once all have left it
     last_move: float = field(init=False)
     _signatures: dict[int, tuple[float, ...]] = field(init=False, default_factory=dict)
     _moves: dict[int, float] = field(init=False, default_factory=dict)
@@ -180,6 +181,11 @@ class ProgressWatch:
         are_running = all(board.phase != "start" for board in self.boards.values())
         if not self.running_since and are_running and len(self.boards) == len(self.readers):
             self.running_since = now
+        calls = [board.numbers.get("call", 0) for board in self.boards.values()]
+        if not self.called_since and calls and min(calls) == 1:
+            self.called_since = now
+        elif calls and min(calls) == 2:
+            self.called_since = 0.0
 
     def pause(self, seconds: float) -> None:
         """Exclude ``seconds`` in which the ranks were held (by a debugger) from their time and from their stalls."""
@@ -187,6 +193,7 @@ class ProgressWatch:
             self.last_move += seconds
             self._last_look += seconds
             self.running_since += seconds if self.running_since else 0.0
+            self.called_since += seconds if self.called_since else 0.0
             self._departed_since = 0.0
             self._moves = {rank: at + seconds for rank, at in self._moves.items()}
 

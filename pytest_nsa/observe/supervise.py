@@ -119,14 +119,18 @@ class RanksRun:
 
     def _has_limits_to_come(self) -> bool:
         """Return whether a rank's wait ends by itself before the test does: until then it is no stall."""
-        since = self.watch.running_since
-        return bool(since) and self.watch.ends_by_itself(self.limits.run - (monotonic() - since))
+        return bool(self.watch.running_since) and self.watch.ends_by_itself(self._time_left(monotonic()))
+
+    def _time_left(self, now: float) -> float:
+        """Seconds until the test is ended: since its ranks run, or since they are in its call."""
+        if self.limits.fixtures and not self.watch.called_since:
+            return self.limits.fixtures - (now - self.watch.running_since)
+        return self.limits.run - (now - (self.watch.called_since if self.limits.fixtures else self.watch.running_since))
 
     def _past_limits(self, started: float, now: float) -> str:
-        since = self.watch.running_since
-        if not since:
+        if not self.watch.running_since:
             return "start" if now - started >= self.limits.start else ""
-        if now - since >= self.limits.run:
+        if self._time_left(now) <= 0:
             return "deadline"
         found = self.observer.finding
         if found is None or self.watch.stalled_s < GRACE_S:  # a rank moves: slow, and not a hang
@@ -136,7 +140,7 @@ class RanksRun:
         return "hang_after" if 0 < self.limits.hang_after <= self.observer.stall.counted else ""
 
     def _announce(self, found: Finding, seconds: float, at_work: bool) -> None:
-        left = max(0.0, self.limits.run - (monotonic() - self.watch.running_since))
+        left = max(0.0, self._time_left(monotonic()))
         if found.ends_the_test:
             what = "this cannot resolve itself: the test is ended"
         elif at_work or not self.limits.hang_after:

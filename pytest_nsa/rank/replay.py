@@ -316,10 +316,12 @@ class RankRecorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, Any, Any]:
         self._is_in_call = True
+        self.ctx.session.board.number("call", 1)
         try:
             result = yield
         finally:
             self._is_in_call = False
+            self.ctx.session.board.number("call", 2)
             problem = unwritten_inline_snapshots()
         if problem:
             pytest.fail(problem, pytrace=False)

@@ -30,6 +30,7 @@ from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()
 timeout_key = pytest.StashKey[float]()
+func_only_key = pytest.StashKey[bool]()  # whether the limit is for the call alone
 verdict_key = pytest.StashKey[Verdict]()
 values_key = pytest.StashKey[dict[str, Any]]()
 folder_key = pytest.StashKey[Path]()
@@ -129,7 +130,12 @@ class Ranked(pytest.Function):
             return
         __tracebackhide__ = True
         runner = self.config.stash[runner_key]
-        verdict, evidence, found = runner.run_item(self, self.stash.get(timeout_key, None), self.stash[values_key])
+        verdict, evidence, found = runner.run_item(
+            self,
+            self.stash.get(timeout_key, None),
+            self.stash[values_key],
+            func_only=self.stash.get(func_only_key, False),
+        )
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)

@@ -25,6 +25,7 @@ from pytest_nsa.session.items import (
     Ranked,
     RankFailure,
     folder_key,
+    func_only_key,
     make_ranked,
     may_be_ranked,
     runner_key,
@@ -173,7 +174,7 @@ class RankedSession:
 
     def take_limit(self, item: pytest.Item, limit: Any) -> bool | None:
         """Take the time limit of a test from pytest-timeout; return True where its clock is ours."""
-        item.stash[timeout_key] = limit.timeout
+        item.stash[timeout_key], item.stash[func_only_key] = limit.timeout, bool(limit.func_only)
         return True if isinstance(item, Ranked) else None
 
     def complete_report(self, item: pytest.Item, call: pytest.CallInfo[None], report: Any) -> None:

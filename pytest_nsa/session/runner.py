@@ -191,11 +191,13 @@ class RankRunner:
         values: dict[str, Any],
         tried: Variation | None = None,
         within: str = "",
+        *,
+        func_only: bool = False,
     ) -> tuple[Verdict, Evidence, Phases]:
         """Run a collected test on its ranks, and write its verdict and evidence.
 
         ``values`` are those of host fixtures; ``tried`` is what a bisection changes, and ``within`` the folder
-        of the failure that it narrows down.
+        of the failure that it narrows down. ``func_only``: ``timeout`` is for the call alone, without fixtures.
         """
         needs = read_needs(item, self.settings)
         if tried is not None:
@@ -206,7 +208,7 @@ class RankRunner:
             job = self._with_its_file(item.session, job, name)
             verdict, evidence = self._run(
                 item.session, job, keep=self._keeps(item, job.scenario), record=tried is None, is_tried=tried is not None,
-                awaits_all=_is_marked_to_fail(item),
+                awaits_all=_is_marked_to_fail(item), func_only=func_only,
             )  # fmt: skip
         finally:
             if not job.stay:
@@ -218,8 +220,9 @@ class RankRunner:
         folder = Path(job.folder)
         if verdict.failed and self.group.is_alone and not _is_expected(item, verdict):
             narrowed = self._bisect(
-                item, needs, verdict, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
-            )
+                item, needs, verdict,
+                lambda other: self.run_item(item, timeout, values, other, folder.name, func_only=func_only)[0],
+            )  # fmt: skip
             if narrowed:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {narrowed}")
                 self.recorder.replace(folder, verdict)
@@ -369,6 +372,7 @@ class RankRunner:
         record: bool,
         is_tried: bool = False,
         awaits_all: bool = False,
+        func_only: bool = False,
     ) -> tuple[Verdict, Evidence]:
         """Run a job to its verdict. With ``record``, add it to the run's list at once, unless other processes have to agree.
 
@@ -380,6 +384,7 @@ class RankRunner:
             run=job.timeout - min(RESERVE_S, 0.2 * job.timeout),
             hang_after=HANG_AFTER_S if job.flow else self.settings.hang_after,
             after_failure=job.timeout if awaits_all else AFTER_FAILURE_S,
+            fixtures=max(job.timeout, self.settings.timeout) if func_only else 0.0,
         )
         folder = Path(job.folder)
         try:

@@ -71,10 +71,12 @@ class Launcher(Starter):
 @dataclass(kw_only=True)
 class Limits:
     """Seconds: to form the group, for the body, and of a suspected stall after which to give up (0: never); ``after_failure``:
-    for ranks that do not only wait, once another has failed or died.
+    for ranks that do not only wait, once another has failed or died. ``fixtures``: for the set-up and the teardown, where ``run``
+    is for the call alone (0: it is for all three).
     """
 
     start: float
     run: float
     hang_after: float
     after_failure: float
+    fixtures: float = 0.0

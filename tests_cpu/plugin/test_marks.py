@@ -187,3 +187,30 @@ def test_a_parameter_with_the_name_of_a_fixture_requests_no_ranks_and_a_fixture_
     done = pytester.runpytest_subprocess()
     done.assert_outcomes(passed=3)
     assert "nsa: 1 of 3 tests on ranks" in done.stdout.str()
+
+
+@pytest.mark.timeout(120)
+def test_a_limit_for_the_call_alone_does_not_count_fixtures(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester,
+        """
+        @pytest.fixture
+        def slow():
+            time.sleep(4)  # longer than the limit
+            yield
+            time.sleep(4)
+
+        @pytest.mark.timeout(3, func_only=True)
+        @world_size(2)
+        def test_passes(group, slow): pass
+
+        @pytest.mark.timeout(3, func_only=True)
+        @world_size(2)
+        def test_waits(group, slow):
+            threading.Event().wait()
+        """,
+        "--ranks-rerun=off",
+    )
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    assert result.verdicts["test_waits"].outcome == "HANG"
+    assert result.verdicts["test_waits"].duration_s < 60  # it is ended by the limit of the call
