@@ -145,6 +145,7 @@ class TraceSession:
             sleep(0.001)
             self.recorder.poll()
         self.recorder.stores.record_latest()
+        self.recorder.stores.forget()  # a later key would be recorded in a folder that may be gone
         self.heartbeat.stop()
 
 

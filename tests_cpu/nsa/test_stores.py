@@ -1,6 +1,7 @@
 """What the tracers record of a store: the keys that the main thread waits for, and those that it looks for."""
 
 import datetime
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from nsa.trace.board import Board
 from nsa.trace.calls import stores
 from nsa.trace.calls.stores import Limit, StoreRecorder
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from tests_cpu.warm import WarmPython
 
 
 class Recorded:
@@ -121,3 +123,25 @@ def test_of_each_line_and_kind_the_first_and_the_last_key_are_recorded(recorded:
     del used[:]
     recorded.recorder.record_latest()
     assert [key for key, _ in used] == ["part/2", "of/2/all", "count/2", "part/2"]
+
+
+ENDS = """
+import shutil
+import torch.distributed as dist
+from nsa.trace.training import trace_training
+
+traced = trace_training("run", 0, 1)
+store = dist.HashStore()
+store.set("epoch", "1")
+traced.end()
+recorded = open("run/rank0/events.jsonl").read()
+shutil.rmtree("run")
+store.set("end", "1")  # from a line that has set no key before
+print('"key_set"' in recorded)
+"""
+
+
+def test_a_key_that_is_set_after_the_trace_has_ended_is_not_recorded(warm: WarmPython, tmp_path: Path) -> None:
+    """As a launched session's last key: the folder of a test that passed is gone by then."""
+    done = warm.call("-c", ENDS, cwd=tmp_path, stderr=subprocess.STDOUT)
+    assert (done.returncode, done.stdout) == (0, "True\n")
