@@ -97,8 +97,13 @@ class Sources:
 
 
 def has_line(node: ast.stmt, line: int) -> bool:
-    """Return whether a statement includes a line."""
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
+    """Return whether a statement includes a line, of its decorators, too."""
+    return first_line(node) <= line <= (node.end_lineno or node.lineno)
+
+
+def first_line(node: ast.stmt) -> int:
+    """Return the line at which a statement or its first decorator begins."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
 
 
 def read_sources(folder: Path) -> Sources:
@@ -161,7 +166,7 @@ def _cut(file: str, line: int, tree: ast.Module, lines: list[str]) -> Snippet | 
     statement = next(_enclosing(tree.body, line), None)
     if statement is None:
         return None
-    first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))])
+    first = first_line(statement)
     text = "\n".join(lines[first - 1 : statement.end_lineno])
     return Snippet(file, first, text) if len(text) <= LARGEST else None
 

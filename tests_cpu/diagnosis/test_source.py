@@ -47,6 +47,12 @@ def test_the_function_around_a_line_is_kept_and_nothing_else(tmp_path: Path) -> 
     assert not find_loops(sources, f"{file}:12 in take")
 
 
+def test_the_function_of_a_decorator_is_kept(tmp_path: Path) -> None:
+    """A rank that has left its test is at the first decorator, where the function's code begins."""
+    file, sources = kept(tmp_path, 6)
+    assert sources.line(str(file), 6) == "@functools.cache"
+
+
 @pytest.mark.parametrize(
     "line", ["{}", '{"file": 1, "first": 1, "text": ""}', '{"file": "a.py", "first": -4, "text": "x"}', "[", "\x00"]
 )
