@@ -25,10 +25,8 @@ import torch.distributed as dist
 from pytest_nsa.fixtures import DDP, FSDP, Group
 from tests_cpu.faults.planting import NO_RANK, programs_of
 
-LOOK_S, LOOKS = (
-    3.0,
-    2,
-)  # a rank waits that uses no CPU from one look to the next, this often in a row: a pause may last one
+LOOK_S = 3.0  # from one look to the next
+LOOKS = 2  # in a row at which a rank has used no CPU: then it waits, as a pause may last one
 LEAVE_S = 30.0  # at most, for a rank that computes
 
 

@@ -60,10 +60,8 @@ def pytest_sessionfinish():
     open("moment0", "w").close()
     time.sleep(1000)
 """
-MOMENTS = {
-    "a hang": (HANGS, ""), "between tests on ranks": (BETWEEN, ""), "the reports": (REPORTS, DECIDES),
-    "another plugin's end": (REPORTS, OTHER_ENDS),
-}  # fmt: skip
+MOMENTS_OF_OURS = {"a hang": (HANGS, ""), "between tests on ranks": (BETWEEN, ""), "the reports": (REPORTS, DECIDES)}
+MOMENTS = {**MOMENTS_OF_OURS, "another plugin's end": (REPORTS, OTHER_ENDS)}
 
 
 def has_come(folder: Path, moment: str) -> bool:
@@ -111,7 +109,7 @@ def check(folder: Path, process: subprocess.Popen[str], moment: str, sent: signa
 SAMPLE = {("a hang", (TERM,), "2"), ("a hang", (HUP, HUP, TERM), "0"), ("the reports", (TERM, INT), "0")}
 CASES = [
     pytest.param(moment, sent, workers, marks=() if (moment, sent, workers) in SAMPLE else pytest.mark.slow)
-    for moment in list(MOMENTS)[:3]
+    for moment in MOMENTS_OF_OURS
     for sent in ((TERM,), (HUP,), (QUIT,), (INT,), (TERM, TERM), (HUP, HUP, TERM), (INT, INT), (TERM, INT))
     for workers in ("0", "2")
 ]
